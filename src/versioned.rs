@@ -1,0 +1,1 @@
+//! Optimistic locking for any SeaORM entity.
