@@ -71,7 +71,9 @@ impl TestDatabase {
             }
             Kind::Postgres => {
                 let server = servers::postgres_url();
-                let admin = Database::connect(&server).await.expect("PostgreSQL answers");
+                let admin = Database::connect(&server)
+                    .await
+                    .expect("PostgreSQL answers");
                 admin
                     .execute_unprepared(&format!("CREATE DATABASE {name}"))
                     .await
@@ -80,12 +82,20 @@ impl TestDatabase {
                 let base = server.rsplit_once('/').expect("the URL names a database").0;
                 (
                     format!("{base}/{name}"),
-                    Cleanup::PostgresDatabase { server: server.clone(), name },
+                    Cleanup::PostgresDatabase {
+                        server: server.clone(),
+                        name,
+                    },
                 )
             }
         };
         let db = connect(&url).await;
-        Self { kind, url, db, cleanup }
+        Self {
+            kind,
+            url,
+            db,
+            cleanup,
+        }
     }
 
     /// Another pool on the same database, as another process would have.
@@ -112,7 +122,9 @@ pub(crate) async fn connect(url: &str) -> DatabaseConnection {
                 .synchronous(SqliteSynchronous::Normal)
                 .busy_timeout(Duration::from_secs(20))
         });
-    Database::connect(options).await.expect("the database answers")
+    Database::connect(options)
+        .await
+        .expect("the database answers")
 }
 
 /// How to leave nothing behind.
@@ -134,7 +146,9 @@ impl Cleanup {
                 }
             }
             Cleanup::PostgresDatabase { server, name } => super::runtime().block_on(async {
-                let admin = Database::connect(&server).await.expect("PostgreSQL answers");
+                let admin = Database::connect(&server)
+                    .await
+                    .expect("PostgreSQL answers");
                 admin
                     .execute_unprepared(&format!("DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
                     .await

@@ -81,11 +81,7 @@ where
 }
 
 /// The value of a future, or a panic that names what did not come in time.
-pub(crate) async fn within<T>(
-    limit: Duration,
-    what: &str,
-    future: impl Future<Output = T>,
-) -> T {
+pub(crate) async fn within<T>(limit: Duration, what: &str, future: impl Future<Output = T>) -> T {
     match timeout(limit, future).await {
         Ok(value) => value,
         Err(_) => panic!("{what} took longer than {limit:?}"),

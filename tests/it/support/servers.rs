@@ -25,9 +25,12 @@ pub(crate) fn postgres_url() -> String {
     static URL: OnceLock<String> = OnceLock::new();
     URL.get_or_init(|| {
         env::var("TEST_POSTGRES_URL").unwrap_or_else(|_| {
-            let image = Postgres::default()
-                .with_tag(POSTGRES_TAG)
-                .with_cmd(["-c", "fsync=off", "-c", "max_connections=300"]);
+            let image = Postgres::default().with_tag(POSTGRES_TAG).with_cmd([
+                "-c",
+                "fsync=off",
+                "-c",
+                "max_connections=300",
+            ]);
             let (host, port) = start(image, 5432);
             format!("postgres://postgres:postgres@{host}:{port}/postgres")
         })
@@ -69,7 +72,10 @@ fn start<I: Image + 'static>(
                 "no container could be started: `make images` provides the images, \
                  TEST_POSTGRES_URL and TEST_NATS_URL replace the containers",
             );
-            let host = container.get_host().await.expect("the container has a host");
+            let host = container
+                .get_host()
+                .await
+                .expect("the container has a host");
             let mapped = container
                 .get_host_port_ipv4(port)
                 .await

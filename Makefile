@@ -1,0 +1,23 @@
+.DEFAULT_GOAL := help
+.PHONY: help images check test bench demo
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+images: ## make sure that the container images of the test servers are on this machine
+	@tests/images/provide
+
+check: ## format, lints, documentation and its examples; needs no server
+	cargo fmt --all -- --check
+	cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --all-features --no-deps
+	cargo test --locked --workspace --all-features --doc
+
+test: images ## all tests except those in the documentation, against real servers
+	cargo test --locked --workspace --all-features --lib --bins --tests --examples
+
+bench: images ## measure the relay
+	cargo bench --locked --all-features --bench relay
+
+demo: images ## run the example `demo`
+	cargo run --locked --all-features --example demo
