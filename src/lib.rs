@@ -1,6 +1,16 @@
 //! The transactional outbox for SeaORM.
 
+pub mod lifecycle;
+pub mod message;
+mod outbox;
+pub mod publisher;
+pub mod store;
+mod versioned;
+
 #[cfg(feature = "migration")]
 pub use sea_orm_outbox_migration as migration;
 
-mod versioned;
+pub use message::{InvalidMessage, Message, MessageId, NewMessage};
+pub use outbox::{EnqueueError, Enqueued, Outbox};
+pub use publisher::{Ack, PublishError, PublishErrorKind, Publisher};
+pub use sea_orm_outbox_entity as entity;

@@ -1,0 +1,261 @@
+//! Enqueue messages in the transaction that they belong to.
+
+use std::collections::{HashMap, HashSet};
+
+use sea_orm::{ConnectionTrait, DbErr};
+use sea_orm_outbox_entity::outbox_message::Model;
+
+use crate::{
+    message::{DEFAULT_MAX_MESSAGE_BYTES, InvalidMessage, Message, MessageId, NewMessage, validate},
+    store::{self, Dialect, EnqueuedRow, StoreError},
+};
+
+/// Writes messages into the outbox, on whatever connection it is given.
+///
+/// Give it the transaction that writes the business rows: then the message exists if and only if that
+/// transaction commits.
+///
+/// ```
+/// # use sea_orm::{Database, TransactionTrait};
+/// # use sea_orm_outbox::{NewMessage, Outbox, migration::{Migrator, MigratorTrait}};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let db = Database::connect("sqlite::memory:").await?;
+/// # Migrator::up(&db, None).await?;
+/// let outbox = Outbox::new();
+/// let txn = db.begin().await?;
+/// // … insert the order with `&txn` …
+/// outbox.enqueue(&txn, NewMessage::json("orders.created", &4711)?.aggregate("order", 4711)).await?;
+/// txn.commit().await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Outbox {
+    max_message_bytes: usize,
+}
+
+impl Default for Outbox {
+    fn default() -> Self {
+        Self { max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES }
+    }
+}
+
+/// That a message is in the outbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Enqueued {
+    /// It was written now.
+    New(MessageId),
+    /// A message with this id and the same content was there already; nothing was written.
+    Existing(MessageId),
+}
+
+impl Enqueued {
+    /// The id of the message.
+    pub fn message_id(&self) -> MessageId {
+        match self {
+            Self::New(id) | Self::Existing(id) => *id,
+        }
+    }
+
+    /// Whether it was there already.
+    pub fn is_existing(&self) -> bool {
+        matches!(self, Self::Existing(_))
+    }
+}
+
+/// Why nothing was enqueued.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnqueueError {
+    /// The message could not be published.
+    #[error(transparent)]
+    Invalid(#[from] InvalidMessage),
+    /// A message with this id exists, and its content is another one.
+    #[error("the message id {id} exists already with another {field}")]
+    IdTaken {
+        /// The id.
+        id: MessageId,
+        /// In what the two differ.
+        field: &'static str,
+    },
+    /// The outbox has no statements for this database.
+    #[error(transparent)]
+    Store(StoreError),
+    /// The database refused. On PostgreSQL the transaction must be rolled back.
+    #[error("the message could not be written: {0}")]
+    Database(#[from] DbErr),
+}
+
+impl Outbox {
+    /// An outbox with the limits of a NATS server at its defaults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The most bytes that a message may have, with its headers. Default: 1 MiB, what a NATS server at its
+    /// defaults takes; set it to the server's `max_payload` if that is another. A larger message would be
+    /// enqueued in vain and end `FAILED`.
+    #[must_use]
+    pub fn with_max_message_bytes(mut self, bytes: usize) -> Self {
+        self.max_message_bytes = bytes;
+        self
+    }
+
+    /// Writes one message.
+    ///
+    /// With an [id of its own](NewMessage::message_id) this may be repeated: as long as the row exists, the
+    /// same id with the same content is one message, and the repeat is reported as
+    /// [`Enqueued::Existing`]. The delay is no content.
+    ///
+    /// # Errors
+    /// [`EnqueueError::Invalid`] and [`EnqueueError::IdTaken`] write nothing and leave the transaction usable.
+    /// After [`EnqueueError::Database`] roll the transaction back. In REPEATABLE READ or SERIALIZABLE
+    /// transactions of PostgreSQL an id that another transaction has enqueued meanwhile is a serialization
+    /// failure: repeat the whole transaction.
+    pub async fn enqueue<C: ConnectionTrait>(
+        &self,
+        db: &C,
+        message: NewMessage,
+    ) -> Result<Enqueued, EnqueueError> {
+        let mut enqueued = self.enqueue_many(db, [message]).await?;
+        // One message in, one answer out.
+        Ok(enqueued.swap_remove(0))
+    }
+
+    /// Writes many messages, with one statement for 500 of them, and answers in their order.
+    ///
+    /// All are checked before the first is written. Give it a transaction: without one each statement commits
+    /// for itself, and an error in the second leaves what the first has written.
+    ///
+    /// # Errors
+    /// As for [`enqueue`](Self::enqueue), except that [`EnqueueError::IdTaken`] may come when other messages of
+    /// the same call are written already: roll the transaction back.
+    pub async fn enqueue_many<C: ConnectionTrait>(
+        &self,
+        db: &C,
+        messages: impl IntoIterator<Item = NewMessage>,
+    ) -> Result<Vec<Enqueued>, EnqueueError> {
+        let dialect = Dialect::of(db.get_database_backend()).map_err(EnqueueError::Store)?;
+        let mut rows: Vec<EnqueuedRow> = Vec::new();
+        let mut places: HashMap<MessageId, usize> = HashMap::new();
+        let mut answers = Vec::new();
+        let mut ids_may_exist = false;
+        for message in messages {
+            ids_may_exist |= message.id_is_given();
+            let delay = message.due_after();
+            let message = message.into_message();
+            validate(&message, delay, self.max_message_bytes)?;
+            let id = message.id();
+            if let Some(place) = places.get(&id) {
+                same_content(&message, &rows[*place].message)?;
+                answers.push(Enqueued::Existing(id));
+            } else {
+                places.insert(id, rows.len());
+                answers.push(Enqueued::New(id));
+                rows.push(EnqueuedRow { message, delay });
+            }
+        }
+        let existing = insert(db, dialect, rows, ids_may_exist).await?;
+        for answer in &mut answers {
+            if existing.contains(&answer.message_id()) {
+                *answer = Enqueued::Existing(answer.message_id());
+            }
+        }
+        Ok(answers)
+    }
+}
+
+/// Inserts the rows in batches and returns the ids that were there already, with the same content.
+async fn insert<C: ConnectionTrait>(
+    db: &C,
+    dialect: Dialect,
+    rows: Vec<EnqueuedRow>,
+    ids_may_exist: bool,
+) -> Result<HashSet<MessageId>, EnqueueError> {
+    let mut existing = HashSet::new();
+    let mut rest = rows;
+    // Once is the rule. A row that was there may be deleted before it can be compared; then it is our turn
+    // again.
+    for _ in 0..3 {
+        let mut conflicts = HashSet::new();
+        for batch in batches(&rest) {
+            conflicts.extend(store::insert(db, dialect, batch, ids_may_exist).await?);
+        }
+        rest.retain(|row| conflicts.contains(&row.message.id()));
+        if rest.is_empty() {
+            return Ok(existing);
+        }
+        for stored in store::stored(db, &conflicts).await? {
+            let id = MessageId::from(stored.message_id);
+            if let Some(place) = rest.iter().position(|row| row.message.id() == id) {
+                same_content(&rest.swap_remove(place).message, &stored.into())?;
+                existing.insert(id);
+            }
+        }
+        if rest.is_empty() {
+            return Ok(existing);
+        }
+    }
+    let message = "a message with the same id was enqueued and deleted again, three times over";
+    Err(EnqueueError::Database(DbErr::Custom(message.to_owned())))
+}
+
+/// Parts that fit into one statement: a bounded number of parameters, and of bytes in memory.
+fn batches(mut rows: &[EnqueuedRow]) -> impl Iterator<Item = &[EnqueuedRow]> {
+    const MAX_ROWS: usize = 500;
+    const MAX_BYTES: usize = 8 * 1024 * 1024;
+    std::iter::from_fn(move || {
+        let mut bytes = 0;
+        let fitting = rows.iter().take(MAX_ROWS).take_while(|row| {
+            bytes += row.message.payload().len();
+            bytes <= MAX_BYTES
+        });
+        // A single message may be larger than a batch.
+        let (batch, rest) = rows.split_at(fitting.count().max(1).min(rows.len()));
+        rows = rest;
+        (!batch.is_empty()).then_some(batch)
+    })
+}
+
+/// That two messages with the same id are one.
+fn same_content(given: &Message, stored: &Message) -> Result<(), EnqueueError> {
+    let id = given.id();
+    let differs = [
+        ("topic", given.topic != stored.topic),
+        ("aggregate", given.aggregate != stored.aggregate),
+        ("ordering key", given.ordering_key != stored.ordering_key),
+        ("event type", given.event_type != stored.event_type),
+        ("content type", given.content_type != stored.content_type),
+        ("headers", given.headers != stored.headers),
+        ("payload", given.payload != stored.payload),
+    ];
+    match differs.into_iter().find(|(_, differs)| *differs) {
+        Some((field, _)) => Err(EnqueueError::IdTaken { id, field }),
+        None => Ok(()),
+    }
+}
+
+impl From<Model> for Message {
+    /// The message as it is stored. Headers that are no texts are left out.
+    fn from(row: Model) -> Self {
+        let headers = match row.headers {
+            serde_json::Value::Object(headers) => headers
+                .into_iter()
+                .filter_map(|(name, value)| Some((name, value.as_str()?.to_owned())))
+                .collect(),
+            _ => Default::default(),
+        };
+        Self {
+            id: row.message_id.into(),
+            topic: row.topic,
+            aggregate: row.aggregate_type.zip(row.aggregate_id),
+            ordering_key: row.ordering_key,
+            event_type: row.event_type,
+            content_type: row.content_type,
+            headers,
+            payload: row.payload.into(),
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! What is known of the connection while a publish waits.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_nats::{Client, connection::State};
+
+use crate::publisher::PublishError;
+
+/// A client, and how many answers came through it.
+pub(super) struct Connection {
+    pub(super) client: Client,
+    answers: AtomicU64,
+}
+
+/// What the connection was like when a publish began.
+pub(super) struct Before {
+    connects: u64,
+    answers: u64,
+}
+
+impl Connection {
+    pub(super) fn new(client: Client) -> Self {
+        Self { client, answers: AtomicU64::new(0) }
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        self.client.connection_state() == State::Connected
+    }
+
+    /// Refuses to begin while the connection is down: the client would keep the message and send it after
+    /// reconnecting, when nobody waits for it any more.
+    pub(super) fn begin(&self) -> Result<Before, PublishError> {
+        if !self.is_up() {
+            return Err(PublishError::unavailable("not connected to NATS"));
+        }
+        Ok(Before { connects: self.connects(), answers: self.answers.load(Ordering::Relaxed) })
+    }
+
+    pub(super) fn answered(&self) {
+        self.answers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether the connection held all the while. If not, messages under way may be lost, and acknowledgements
+    /// certainly are.
+    pub(super) fn held(&self, before: &Before) -> bool {
+        self.is_up() && self.connects() == before.connects
+    }
+
+    /// Whose fault it is that no answer came in time.
+    ///
+    /// A message is charged only if the server kept answering others meanwhile; if it answered nobody, or the
+    /// connection broke, it is an outage.
+    pub(super) fn no_answer(&self, before: &Before, what: &str) -> PublishError {
+        if !self.held(before) {
+            return PublishError::unavailable(format!("the connection to NATS was lost before {what}"));
+        }
+        if self.answers.load(Ordering::Relaxed) == before.answers {
+            return PublishError::unavailable(format!("NATS answered nothing at all while waiting for {what}"));
+        }
+        PublishError::transient(format!("{what} did not come in time"))
+    }
+
+    fn connects(&self) -> u64 {
+        self.client.statistics().connects.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,47 @@
+//! The three ways in which a row goes: discarded, cancelled, retired.
+
+use super::{Fence, Lost, Store, StoreError, dialect::Verb};
+use crate::lifecycle::Arrow;
+
+impl Store {
+    /// Deletes `FAILED` rows for good. For a person who has seen the error.
+    ///
+    /// Rows that are not `FAILED`, or were changed meanwhile, are reported as lost.
+    ///
+    /// # Errors
+    /// When the database does not carry it out.
+    pub async fn discard(&self, rows: &[Fence]) -> Result<Lost, StoreError> {
+        self.delete(Arrow::Discard, rows).await
+    }
+
+    /// Deletes `PENDING` rows: the application takes its messages back.
+    ///
+    /// Rows that are not `PENDING`, or were changed meanwhile, are reported as lost: a relay has them.
+    ///
+    /// # Errors
+    /// When the database does not carry it out.
+    pub async fn cancel(&self, rows: &[Fence]) -> Result<Lost, StoreError> {
+        self.delete(Arrow::Cancel, rows).await
+    }
+
+    /// Deletes `SENT` rows that nobody needs any more.
+    ///
+    /// Rows that are not `SENT`, or were changed meanwhile, are reported as lost.
+    ///
+    /// # Errors
+    /// When the database does not carry it out.
+    pub async fn retire(&self, rows: &[Fence]) -> Result<Lost, StoreError> {
+        self.delete(Arrow::Retire, rows).await
+    }
+
+    async fn delete(&self, arrow: Arrow, rows: &[Fence]) -> Result<Lost, StoreError> {
+        if rows.is_empty() {
+            return Ok(Lost::default());
+        }
+        // The fences may come from anywhere: here the status is asked for as well.
+        let guard = format!("o.status = '{}'", arrow.from().as_str());
+        let sql = self.dialect.fenced(Verb::Delete { guard: Some(&guard) }, &[]);
+        let values = self.dialect.given_values(rows.iter().map(|fence| (*fence, [])));
+        self.write("delete rows", sql, values, rows.iter().copied()).await.map(Lost)
+    }
+}
