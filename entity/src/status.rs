@@ -2,11 +2,7 @@ use sea_orm::entity::prelude::*;
 
 /// Where a message stands in its life cycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
-#[sea_orm(
-    rs_type = "String",
-    db_type = "String(StringLen::N(16))",
-    rename_all = "SCREAMING_SNAKE_CASE"
-)]
+#[sea_orm(rs_type = "String", db_type = "String(StringLen::N(16))", rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum Status {
     /// Waits for a relay, from `available_at` on.
     Pending,

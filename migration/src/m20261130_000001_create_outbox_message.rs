@@ -29,10 +29,7 @@ impl MigrationTrait for Migration {
     }
 
     async fn down(&self, manager: &SchemaManager) -> Result<(), DbErr> {
-        manager
-            .get_connection()
-            .execute_unprepared("DROP TABLE outbox_message")
-            .await?;
+        manager.get_connection().execute_unprepared("DROP TABLE outbox_message").await?;
         Ok(())
     }
 }

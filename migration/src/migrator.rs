@@ -4,8 +4,8 @@ use sea_orm_migration::{
     async_trait,
     prelude::*,
     sea_orm::{
-        DatabaseTransaction, DbBackend, IntoDatabaseExecutor, SqliteTransactionMode,
-        TransactionOptions, TransactionTrait,
+        DatabaseTransaction, DbBackend, IntoDatabaseExecutor, SqliteTransactionMode, TransactionOptions,
+        TransactionTrait,
     },
 };
 
@@ -93,11 +93,9 @@ where
         })
         .await?;
     if txn.get_database_backend() == DbBackend::Postgres {
-        txn.execute_unprepared("SET LOCAL lock_timeout = '60s'")
-            .await?;
+        txn.execute_unprepared("SET LOCAL lock_timeout = '60s'").await?;
         // An arbitrary number, the same in every process: "outbox" in ASCII.
-        txn.execute_unprepared("SELECT pg_advisory_xact_lock(x'6f7574626f78'::bigint)")
-            .await?;
+        txn.execute_unprepared("SELECT pg_advisory_xact_lock(x'6f7574626f78'::bigint)").await?;
     }
     Ok(txn)
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Arrow, RetryPolicy};
 
 /// The most that `last_error` keeps, in characters.
-pub(crate) const MAX_ERROR_CHARS: usize = 2_000;
+const MAX_ERROR_CHARS: usize = 2_000;
 
 /// How the error of a row begins that a sweep returned.
 ///
@@ -88,9 +88,7 @@ pub fn settle(attempts: u32, outcome: Outcome, policy: &RetryPolicy, random: f64
         Outcome::Transient(error) | Outcome::Permanent(error) => {
             Transition::new(Arrow::Fail, None, Some(error))
         }
-        Outcome::Configuration { reason, rest } => {
-            Transition::new(Arrow::Release, Some(rest), Some(reason))
-        }
+        Outcome::Configuration { reason, rest } => Transition::new(Arrow::Release, Some(rest), Some(reason)),
         Outcome::Unused => Transition::new(Arrow::Release, None, None),
     }
 }
@@ -103,9 +101,8 @@ pub fn sweep(attempts: u32, claimed_by: &str, policy: &RetryPolicy) -> Transitio
         let error = format!("{EXPIRED}: {claimed_by} did not settle attempt {attempts} in time");
         Transition::new(Arrow::Return, None, Some(error))
     } else {
-        let error = format!(
-            "abandoned: {claimed_by} did not settle attempt {attempts} in time, and it was the last"
-        );
+        let error =
+            format!("abandoned: {claimed_by} did not settle attempt {attempts} in time, and it was the last");
         Transition::new(Arrow::Bury, None, Some(error))
     }
 }

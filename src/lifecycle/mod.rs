@@ -13,4 +13,4 @@ pub use decide::{Outcome, Transition, settle, sweep};
 pub use retry_policy::RetryPolicy;
 pub use sea_orm_outbox_entity::Status;
 
-pub(crate) use decide::{EXPIRED, MAX_ERROR_CHARS};
+pub(crate) use decide::EXPIRED;

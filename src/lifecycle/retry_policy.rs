@@ -143,9 +143,7 @@ mod tests {
         for attempts in [0, 1, 31, 32, 33, 64, u32::MAX] {
             for random in [f64::NEG_INFINITY, -1.0, 0.0, 0.5, 1.0, 2.0, f64::INFINITY] {
                 for max in [Duration::ZERO, Duration::from_secs(1), Duration::MAX] {
-                    let policy = RetryPolicy::default()
-                        .with_initial_delay(Duration::MAX)
-                        .with_max_delay(max);
+                    let policy = RetryPolicy::default().with_initial_delay(Duration::MAX).with_max_delay(max);
                     assert!(policy.delay(attempts, random) <= max);
                 }
             }

@@ -111,9 +111,11 @@ impl NewMessage {
 
     /// The message as a publisher will get it.
     pub fn into_message(mut self) -> Message {
-        self.message.ordering_key = self.message.ordering_key.take().or_else(|| {
-            self.message.aggregate.as_ref().map(|(kind, id)| aggregate_key(kind, id))
-        });
+        self.message.ordering_key = self
+            .message
+            .ordering_key
+            .take()
+            .or_else(|| self.message.aggregate.as_ref().map(|(kind, id)| aggregate_key(kind, id)));
         self.message
     }
 

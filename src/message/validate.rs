@@ -76,11 +76,7 @@ pub enum InvalidMessage {
     },
 }
 
-pub(crate) fn validate(
-    message: &Message,
-    delay: Duration,
-    max_bytes: usize,
-) -> Result<(), InvalidMessage> {
+pub(crate) fn validate(message: &Message, delay: Duration, max_bytes: usize) -> Result<(), InvalidMessage> {
     topic(&message.topic)?;
     text("content type", &message.content_type, 100)?;
     for (field, value, limit) in [
@@ -145,10 +141,7 @@ fn no_longer_than(field: &'static str, value: &str, limit: usize) -> Result<(), 
 
 fn no_control_character(field: &str, value: &str) -> Result<(), InvalidMessage> {
     if value.chars().any(char::is_control) {
-        return Err(InvalidMessage::ControlCharacter {
-            field: field.to_owned(),
-            value: value.to_owned(),
-        });
+        return Err(InvalidMessage::ControlCharacter { field: field.to_owned(), value: value.to_owned() });
     }
     Ok(())
 }
@@ -183,8 +176,23 @@ mod tests {
     #[test]
     fn topics_that_are_no_subject_are_refused() {
         for topic in [
-            "", ".", "a.", ".a", "a..b", "a b", "a\tb", "a\n", "a\u{a0}b", "\0", "a.*", "a.>", ">", "a*b",
-            "$SYS.x", "$JS.API.x", "_INBOX.x",
+            "",
+            ".",
+            "a.",
+            ".a",
+            "a..b",
+            "a b",
+            "a\tb",
+            "a\n",
+            "a\u{a0}b",
+            "\0",
+            "a.*",
+            "a.>",
+            ">",
+            "a*b",
+            "$SYS.x",
+            "$JS.API.x",
+            "_INBOX.x",
         ] {
             let refused = matches!(check(on(topic)), Err(InvalidMessage::Topic { .. }));
             assert!(refused, "{topic:?}");
@@ -205,10 +213,7 @@ mod tests {
         assert!(too_long(check(on("t").aggregate("x", "x".repeat(256)))));
         let content_type = NewMessage::bytes("t", "x".repeat(101), "x");
         assert!(too_long(check(content_type)));
-        assert_eq!(
-            check(on("t").ordering_key("")),
-            Err(InvalidMessage::Empty { field: "ordering key" })
-        );
+        assert_eq!(check(on("t").ordering_key("")), Err(InvalidMessage::Empty { field: "ordering key" }));
     }
 
     #[test]

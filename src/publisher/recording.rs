@@ -35,9 +35,7 @@ impl RecordingPublisher {
     }
 
     /// Answers each message as `answer` says.
-    pub fn answering(
-        answer: impl Fn(&Message) -> Result<Ack, PublishError> + Send + Sync + 'static,
-    ) -> Self {
+    pub fn answering(answer: impl Fn(&Message) -> Result<Ack, PublishError> + Send + Sync + 'static) -> Self {
         Self { answer: Box::new(answer), messages: Mutex::default() }
     }
 

@@ -42,6 +42,6 @@ impl Store {
         let guard = format!("o.status = '{}'", arrow.from().as_str());
         let sql = self.dialect.fenced(Verb::Delete { guard: Some(&guard) }, &[]);
         let values = self.dialect.given_values(rows.iter().map(|fence| (*fence, [])));
-        self.write("delete rows", sql, values, rows.iter().copied()).await.map(Lost)
+        self.write("delete rows", sql, values, rows).await.map(Lost)
     }
 }

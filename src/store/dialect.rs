@@ -126,12 +126,12 @@ impl Dialect {
     }
 
     /// The fences that a statement of [`fenced`](Self::fenced) missed, from what it returned.
-    pub(super) fn lost(self, given: impl Iterator<Item = Fence>, returned: Vec<Fence>) -> Vec<Fence> {
+    pub(super) fn lost(self, given: &[Fence], returned: Vec<Fence>) -> Vec<Fence> {
         match self {
             Self::Postgres => returned,
             Self::Sqlite => {
                 let written: std::collections::HashSet<Fence> = returned.into_iter().collect();
-                given.filter(|fence| !written.contains(fence)).collect()
+                given.iter().copied().filter(|fence| !written.contains(fence)).collect()
             }
         }
     }
@@ -158,12 +158,8 @@ impl Dialect {
                 )
             }
             Self::Sqlite => {
-                let columns: Vec<_> =
-                    all.map(|(i, (name, _))| format!("value ->> {i} AS {name}")).collect();
-                format!(
-                    "given AS MATERIALIZED (SELECT {} FROM json_each($1))",
-                    columns.join(", ")
-                )
+                let columns: Vec<_> = all.map(|(i, (name, _))| format!("value ->> {i} AS {name}")).collect();
+                format!("given AS MATERIALIZED (SELECT {} FROM json_each($1))", columns.join(", "))
             }
         }
     }

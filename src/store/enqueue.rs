@@ -3,7 +3,7 @@
 use std::{collections::HashSet, time::Duration};
 
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, ExprTrait, QueryFilter,
+    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter,
     sea_query::{Expr, OnConflict, Query, SimpleExpr},
 };
 use sea_orm_outbox_entity::outbox_message::{Column, Entity, Model};
@@ -42,8 +42,8 @@ pub(crate) async fn insert<C: ConnectionTrait>(
         Column::Payload,
     ]);
     for EnqueuedRow { message, delay } in rows {
-        let headers = serde_json::to_value(&message.headers)
-            .map_err(|error| DbErr::Json(error.to_string()))?;
+        let headers =
+            serde_json::to_value(&message.headers).map_err(|error| DbErr::Json(error.to_string()))?;
         insert
             .values([
                 Expr::val(message.id.as_uuid()),

@@ -43,7 +43,11 @@ impl From<DbErr> for StoreError {
             _ => return Self::Database(error),
         };
         match &**sqlx {
-            Sqlx::Io(_) | Sqlx::Tls(_) | Sqlx::Protocol(_) | Sqlx::PoolTimedOut | Sqlx::PoolClosed
+            Sqlx::Io(_)
+            | Sqlx::Tls(_)
+            | Sqlx::Protocol(_)
+            | Sqlx::PoolTimedOut
+            | Sqlx::PoolClosed
             | Sqlx::WorkerCrashed => Self::Unreachable(error),
             Sqlx::Database(answer) => match answer.code().as_deref() {
                 // Serialization failure and deadlock of PostgreSQL; SQLITE_BUSY and its kinds.

@@ -31,9 +31,7 @@ mod stale;
 
 use std::time::Duration;
 
-use sea_orm::{
-    ConnectionTrait, DatabaseConnection, DbErr, QueryResult, Statement, TransactionTrait, Value,
-};
+use sea_orm::{ConnectionTrait, DatabaseConnection, DbErr, QueryResult, Statement, TransactionTrait, Value};
 use tokio::time::timeout;
 
 pub use claim::{Claim, ClaimStrategy, Claimed, Pick};
@@ -94,8 +92,7 @@ impl Store {
         sql: impl Into<String>,
         values: Vec<Value>,
     ) -> Result<Vec<QueryResult>, StoreError> {
-        let statement =
-            Statement::from_sql_and_values(self.db.get_database_backend(), sql.into(), values);
+        let statement = Statement::from_sql_and_values(self.db.get_database_backend(), sql.into(), values);
         let work = async {
             match self.dialect {
                 Dialect::Postgres => {

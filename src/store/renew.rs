@@ -19,6 +19,6 @@ impl Store {
         let verb = Verb::Update { set: &set, guard: None, raises_version: false, skip_locked: false };
         let sql = self.dialect.fenced(verb, &[]);
         let values = self.dialect.given_values(claims.iter().map(|fence| (*fence, [])));
-        self.write("renew leases", sql, values, claims.iter().copied()).await.map(Lost)
+        self.write("renew leases", sql, values, claims).await.map(Lost)
     }
 }

@@ -31,6 +31,6 @@ impl Store {
         let verb = Verb::Update { set: &set, guard: Some(&guard), raises_version: true, skip_locked: false };
         let sql = self.dialect.fenced(verb, &[]);
         let values = self.dialect.given_values(rows.iter().map(|fence| (*fence, [])));
-        self.write("requeue", sql, values, rows.iter().copied()).await.map(Lost)
+        self.write("requeue", sql, values, rows).await.map(Lost)
     }
 }

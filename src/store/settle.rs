@@ -45,19 +45,18 @@ impl Store {
     pub async fn settle(&self, batch: &[Settlement]) -> Result<Lost, StoreError> {
         let mut lost = Vec::new();
         for guard in [Guard::Version, Guard::VersionAndLeaseOver] {
-            let mut part = batch.iter().filter(|s| s.transition.arrow().guard() == guard).peekable();
-            if part.peek().is_some() {
-                lost.extend(self.settle_under(guard, part).await?);
+            let part: Vec<&Settlement> =
+                batch.iter().filter(|s| s.transition.arrow().guard() == guard).collect();
+            if !part.is_empty() {
+                let fences: Vec<Fence> = part.iter().map(|settlement| settlement.fence).collect();
+                let (sql, values) = self.settle_statement(guard, &part);
+                lost.extend(self.write("settle", sql, values, &fences).await?);
             }
         }
         Ok(Lost(lost))
     }
 
-    async fn settle_under<'a>(
-        &self,
-        guard: Guard,
-        part: impl Iterator<Item = &'a Settlement> + Clone,
-    ) -> Result<Vec<Fence>, StoreError> {
+    fn settle_statement(&self, guard: Guard, part: &[&Settlement]) -> (String, Vec<Value>) {
         let clock = self.dialect.clock();
         let set = format!(
             "\
@@ -91,12 +90,11 @@ impl Store {
                 ("error", Column::Text),
             ],
         );
-        let values = self.dialect.given_values(part.clone().map(|settlement| {
+        let values = self.dialect.given_values(part.iter().map(|settlement| {
             let transition = &settlement.transition;
             let status = transition.arrow().to().map_or("", |status| status.as_str());
-            let delay = transition
-                .delay()
-                .map_or(-1, |delay| i64::try_from(delay.as_millis()).unwrap_or(i64::MAX));
+            let delay =
+                transition.delay().map_or(-1, |delay| i64::try_from(delay.as_millis()).unwrap_or(i64::MAX));
             let given = [
                 Given::Text(status.to_owned()),
                 Given::Integer(transition.refunds_attempt().into()),
@@ -105,7 +103,7 @@ impl Store {
             ];
             (settlement.fence, given)
         }));
-        self.write("settle", sql, values, part.map(|settlement| settlement.fence)).await
+        (sql, values)
     }
 
     /// Runs a fenced statement and says which fences it missed.
@@ -114,7 +112,7 @@ impl Store {
         what: &'static str,
         sql: String,
         values: Vec<Value>,
-        given: impl Iterator<Item = Fence>,
+        given: &[Fence],
     ) -> Result<Vec<Fence>, StoreError> {
         let returned = self.run(what, sql, values).await?;
         let returned: Vec<Fence> = returned.iter().map(Fence::read).collect::<Result<_, _>>()?;

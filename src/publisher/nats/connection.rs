@@ -55,7 +55,9 @@ impl Connection {
             return PublishError::unavailable(format!("the connection to NATS was lost before {what}"));
         }
         if self.answers.load(Ordering::Relaxed) == before.answers {
-            return PublishError::unavailable(format!("NATS answered nothing at all while waiting for {what}"));
+            return PublishError::unavailable(format!(
+                "NATS answered nothing at all while waiting for {what}"
+            ));
         }
         PublishError::transient(format!("{what} did not come in time"))
     }

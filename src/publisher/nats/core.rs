@@ -39,17 +39,16 @@ impl Core {
         let (subject, headers) = (subject(message)?, headers(message)?);
         let payload = message.payload().clone();
         let round_trip = async {
-            client.publish_with_headers(subject, headers, payload).await.map_err(|error| {
-                PublishError::unavailable(format!("NATS: {error}")).with_source(error)
-            })?;
+            client
+                .publish_with_headers(subject, headers, payload)
+                .await
+                .map_err(|error| PublishError::unavailable(format!("NATS: {error}")).with_source(error))?;
             // The server reads a connection in order. A request that nobody serves is answered by the server
             // itself, after it has read everything before.
             match client.request(client.new_inbox(), Default::default()).await {
                 Err(error) if error.kind() == RequestErrorKind::NoResponders => Ok(()),
                 Ok(_) => Ok(()),
-                Err(error) => {
-                    Err(self.connection.no_answer(&before, "the round trip").with_source(error))
-                }
+                Err(error) => Err(self.connection.no_answer(&before, "the round trip").with_source(error)),
             }
         };
         match timeout(self.ack_timeout, round_trip).await {

@@ -100,9 +100,8 @@ fn headers(message: &Message) -> Result<HeaderMap, PublishError> {
     let mut headers = HeaderMap::new();
     for (name, value) in message.wire_headers() {
         // The library checks both when a message is enqueued; a row may come from elsewhere.
-        let refused = |error: String| {
-            PublishError::permanent(format!("the header {name:?} cannot be sent: {error}"))
-        };
+        let refused =
+            |error: String| PublishError::permanent(format!("the header {name:?} cannot be sent: {error}"));
         let value: HeaderValue = value.parse().map_err(|error| refused(format!("{error}")))?;
         let name: HeaderName = name.parse().map_err(|error| refused(format!("{error}")))?;
         headers.insert(name, value);

@@ -47,55 +47,33 @@ impl TestDatabase {
     /// Creates and migrates it.
     pub(crate) async fn create(kind: Kind) -> Self {
         let database = Self::create_empty(kind).await;
-        Migrator::up(&database.db, None)
-            .await
-            .expect("the migrations run");
+        Migrator::up(&database.db, None).await.expect("the migrations run");
         database
     }
 
     /// Creates it without any table.
     pub(crate) async fn create_empty(kind: Kind) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let name = format!(
-            "outbox_test_{}_{}",
-            process::id(),
-            NUMBER.fetch_add(1, Ordering::Relaxed)
-        );
+        let name = format!("outbox_test_{}_{}", process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
         let (url, cleanup) = match kind {
             Kind::Sqlite => {
                 let path = std::env::temp_dir().join(format!("{name}.sqlite"));
-                (
-                    format!("sqlite://{}?mode=rwc", path.display()),
-                    Cleanup::Files(path),
-                )
+                (format!("sqlite://{}?mode=rwc", path.display()), Cleanup::Files(path))
             }
             Kind::Postgres => {
                 let server = servers::postgres_url();
-                let admin = Database::connect(&server)
-                    .await
-                    .expect("PostgreSQL answers");
+                let admin = Database::connect(&server).await.expect("PostgreSQL answers");
                 admin
                     .execute_unprepared(&format!("CREATE DATABASE {name}"))
                     .await
                     .expect("a database is created");
                 admin.close().await.expect("the connection closes");
                 let base = server.rsplit_once('/').expect("the URL names a database").0;
-                (
-                    format!("{base}/{name}"),
-                    Cleanup::PostgresDatabase {
-                        server: server.clone(),
-                        name,
-                    },
-                )
+                (format!("{base}/{name}"), Cleanup::PostgresDatabase { server: server.clone(), name })
             }
         };
         let db = connect(&url).await;
-        Self {
-            kind,
-            url,
-            db,
-            cleanup,
-        }
+        Self { kind, url, db, cleanup }
     }
 
     /// Another pool on the same database, as another process would have.
@@ -122,9 +100,7 @@ pub(crate) async fn connect(url: &str) -> DatabaseConnection {
                 .synchronous(SqliteSynchronous::Normal)
                 .busy_timeout(Duration::from_secs(20))
         });
-    Database::connect(options)
-        .await
-        .expect("the database answers")
+    Database::connect(options).await.expect("the database answers")
 }
 
 /// How to leave nothing behind.
@@ -146,9 +122,7 @@ impl Cleanup {
                 }
             }
             Cleanup::PostgresDatabase { server, name } => super::runtime().block_on(async {
-                let admin = Database::connect(&server)
-                    .await
-                    .expect("PostgreSQL answers");
+                let admin = Database::connect(&server).await.expect("PostgreSQL answers");
                 admin
                     .execute_unprepared(&format!("DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
                     .await

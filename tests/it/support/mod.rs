@@ -36,10 +36,7 @@ where
     F: FnOnce(TestDatabase) -> Fut + Copy + Send + 'static,
     Fut: Future<Output = ()>,
 {
-    Kind::ALL
-        .iter()
-        .map(|kind| on_database(*kind, name, body))
-        .collect()
+    Kind::ALL.iter().map(|kind| on_database(*kind, name, body)).collect()
 }
 
 /// A test on one database only.

@@ -72,25 +72,16 @@ fn start<I: Image + 'static>(
                 "no container could be started: `make images` provides the images, \
                  TEST_POSTGRES_URL and TEST_NATS_URL replace the containers",
             );
-            let host = container
-                .get_host()
-                .await
-                .expect("the container has a host");
-            let mapped = container
-                .get_host_port_ipv4(port)
-                .await
-                .expect("the port is mapped");
-            STARTED
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(Box::new(move || {
-                    runtime().block_on(async move {
-                        let id = container.id().to_owned();
-                        if let Err(error) = container.rm().await {
-                            eprintln!("the container {id} could not be removed: {error}");
-                        }
-                    });
-                }));
+            let host = container.get_host().await.expect("the container has a host");
+            let mapped = container.get_host_port_ipv4(port).await.expect("the port is mapped");
+            STARTED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(move || {
+                runtime().block_on(async move {
+                    let id = container.id().to_owned();
+                    if let Err(error) = container.rm().await {
+                        eprintln!("the container {id} could not be removed: {error}");
+                    }
+                });
+            }));
             (host.to_string(), mapped)
         })
     })

@@ -1,0 +1,227 @@
+//! The settings of a relay, and which of them cannot be safe together.
+
+use std::time::Duration;
+
+use sea_orm::DatabaseConnection;
+
+use super::Relay;
+use crate::{
+    lifecycle::RetryPolicy,
+    publisher::Publisher,
+    store::{ClaimStrategy, Store, StoreError},
+};
+
+/// How a relay behaves. Every setting has a default that suits most services.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    pub(super) name: String,
+    pub(super) strategy: ClaimStrategy,
+    pub(super) batch_size: usize,
+    pub(super) queued_batches: usize,
+    pub(super) max_in_flight: usize,
+    pub(super) lease: Duration,
+    pub(super) renew_every: Duration,
+    pub(super) publish_timeout: Duration,
+    pub(super) sweep_every: Duration,
+    pub(super) poll_every: Duration,
+    pub(super) rest: Duration,
+    pub(super) grace: Duration,
+    pub(super) retry: RetryPolicy,
+}
+
+/// Makes a [`Relay`]; [`build`](Self::build) refuses settings that cannot be safe.
+#[derive(Debug)]
+#[must_use = "a builder does nothing until it builds"]
+pub struct RelayBuilder<P> {
+    db: DatabaseConnection,
+    publisher: P,
+    statement_timeout: Duration,
+    settings: Settings,
+}
+
+/// Why a relay was not built.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A setting makes no sense on its own.
+    #[error("{setting} is {value}: it {rule}")]
+    Setting {
+        /// Which setting.
+        setting: &'static str,
+        /// What it was set to.
+        value: String,
+        /// What it must be.
+        rule: &'static str,
+    },
+    /// A worker could lose its lease while its publish is still in flight.
+    #[error(
+        "lease is {lease:?}, publish_timeout {publish_timeout:?} and renew_every {renew_every:?}: \
+         the lease must be longer than the other two together, or a worker could lose a row that it is \
+         publishing"
+    )]
+    LeaseTooShort {
+        /// The lease.
+        lease: Duration,
+        /// The publish timeout.
+        publish_timeout: Duration,
+        /// The time between renewals.
+        renew_every: Duration,
+    },
+    /// The database is not supported.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl<P: Publisher> RelayBuilder<P> {
+    pub(super) fn new(db: DatabaseConnection, publisher: P) -> Self {
+        let settings = Settings {
+            name: format!("relay-{}-{:08x}", std::process::id(), fastrand::u32(..)),
+            strategy: ClaimStrategy::default(),
+            batch_size: 1_000,
+            queued_batches: 2,
+            max_in_flight: 1_024,
+            lease: Duration::from_secs(30),
+            renew_every: Duration::from_secs(10),
+            publish_timeout: Duration::from_secs(5),
+            sweep_every: Duration::from_secs(5),
+            poll_every: Duration::from_secs(1),
+            rest: Duration::from_secs(30),
+            grace: Duration::from_secs(10),
+            retry: RetryPolicy::default(),
+        };
+        Self { db, publisher, statement_timeout: Duration::from_secs(10), settings }
+    }
+
+    /// The name of this relay in `claimed_by` and in the log, 1 to 80 characters. It need not be unique: the
+    /// version is what counts. Default: the process id and a random number.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.settings.name = name.into();
+        self
+    }
+
+    /// How relays keep out of each other's way. Default: [`ClaimStrategy::SkipLocked`].
+    pub fn strategy(mut self, strategy: ClaimStrategy) -> Self {
+        self.settings.strategy = strategy;
+        self
+    }
+
+    /// The most rows in one claim, 1 to 10,000. More make fewer statements per message; up to four batches are
+    /// held in memory. Default: 1,000, beyond which little is gained.
+    pub fn batch_size(mut self, rows: usize) -> Self {
+        self.settings.batch_size = rows;
+        self
+    }
+
+    /// The most messages waiting for the broker's acknowledgement at a time, 1 to 65,536. Default: 1,024.
+    pub fn max_in_flight(mut self, messages: usize) -> Self {
+        self.settings.max_in_flight = messages;
+        self
+    }
+
+    /// How long a claim is trusted without being renewed. A shorter one brings the messages of a worker that
+    /// died back sooner; a longer one forgives longer pauses of a worker that lives. Default: 30 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.settings.lease = lease;
+        self
+    }
+
+    /// How often leases are renewed. Default: 10 s.
+    pub fn renew_every(mut self, interval: Duration) -> Self {
+        self.settings.renew_every = interval;
+        self
+    }
+
+    /// How long one publish may take. Default: 5 s.
+    pub fn publish_timeout(mut self, limit: Duration) -> Self {
+        self.settings.publish_timeout = limit;
+        self
+    }
+
+    /// How often to look for claims whose lease is over. Default: 5 s.
+    pub fn sweep_every(mut self, interval: Duration) -> Self {
+        self.settings.sweep_every = interval;
+        self
+    }
+
+    /// How often to look for messages when there were fewer than a batch; after a full batch the next is
+    /// claimed at once. It is the longest that a message waits in an idle system. Default: 1 s.
+    pub fn poll_every(mut self, interval: Duration) -> Self {
+        self.settings.poll_every = interval;
+        self
+    }
+
+    /// How long the messages of a topic rest whose destination is not set up, before it is tried again.
+    /// Default: 30 s.
+    pub fn rest(mut self, rest: Duration) -> Self {
+        self.settings.rest = rest;
+        self
+    }
+
+    /// How long a stopping relay waits for the messages in flight before it gives them back. Default: 10 s.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.settings.grace = grace;
+        self
+    }
+
+    /// How long one statement may take, waiting for a connection included. Default: 10 s.
+    pub fn statement_timeout(mut self, limit: Duration) -> Self {
+        self.statement_timeout = limit;
+        self
+    }
+
+    /// How often a message is tried, and after what delays. Default: 5 attempts, 1 s doubling to 5 min.
+    pub fn retry(mut self, policy: RetryPolicy) -> Self {
+        self.settings.retry = policy;
+        self
+    }
+
+    /// The relay.
+    ///
+    /// # Errors
+    /// When a setting makes no sense, when two cannot be safe together, or when the database is not supported.
+    pub fn build(self) -> Result<Relay<P>, ConfigError> {
+        let Self { db, publisher, statement_timeout, settings } = self;
+        check(&settings, statement_timeout)?;
+        let store = Store::new(db)?.with_statement_timeout(statement_timeout);
+        Ok(Relay { store, publisher, settings })
+    }
+}
+
+fn check(settings: &Settings, statement_timeout: Duration) -> Result<(), ConfigError> {
+    let refuse = |setting, value: String, rule| Err(ConfigError::Setting { setting, value, rule });
+    let name = &settings.name;
+    if !(1..=80).contains(&name.chars().count()) || name.chars().any(char::is_control) {
+        return refuse("name", format!("{name:?}"), "must have 1 to 80 characters, none a control character");
+    }
+    if !(1..=10_000).contains(&settings.batch_size) {
+        return refuse("batch_size", settings.batch_size.to_string(), "must be from 1 to 10,000");
+    }
+    if !(1..=65_536).contains(&settings.max_in_flight) {
+        return refuse("max_in_flight", settings.max_in_flight.to_string(), "must be from 1 to 65,536");
+    }
+    const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+    for (setting, value) in [
+        ("lease", settings.lease),
+        ("renew_every", settings.renew_every),
+        ("publish_timeout", settings.publish_timeout),
+        ("sweep_every", settings.sweep_every),
+        ("poll_every", settings.poll_every),
+        ("rest", settings.rest),
+        ("statement_timeout", statement_timeout),
+    ] {
+        if !(Duration::from_millis(1)..=DAY).contains(&value) {
+            return refuse(setting, format!("{value:?}"), "must be from 1 ms to a day");
+        }
+    }
+    if settings.grace > DAY {
+        return refuse("grace", format!("{:?}", settings.grace), "must be at most a day");
+    }
+    if let Some((setting, value, rule)) = settings.retry.fault() {
+        return refuse(setting, value, rule);
+    }
+    let Settings { lease, publish_timeout, renew_every, .. } = *settings;
+    if lease <= publish_timeout + renew_every {
+        return Err(ConfigError::LeaseTooShort { lease, publish_timeout, renew_every });
+    }
+    Ok(())
+}

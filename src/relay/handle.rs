@@ -1,0 +1,58 @@
+//! A relay in the background.
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::{Relay, RelayError, Report};
+use crate::publisher::Publisher;
+
+/// A relay that runs in the background. Dropping the handle tells it to stop, without waiting for it.
+#[derive(Debug)]
+#[must_use = "dropping the handle stops the relay"]
+pub struct RelayHandle {
+    stop: CancellationToken,
+    ended: watch::Receiver<Option<Result<Report, RelayError>>>,
+}
+
+impl RelayHandle {
+    pub(super) fn spawn<P: Publisher>(relay: Relay<P>) -> Self {
+        let stop = CancellationToken::new();
+        let (sender, ended) = watch::channel(None);
+        let until = stop.clone();
+        tokio::spawn(async move {
+            let result = relay.run_until(until).await;
+            // Nobody may be waiting any more.
+            let _ = sender.send(Some(result));
+        });
+        Self { stop, ended }
+    }
+
+    /// Tells the relay to stop, waits until it has, and says what it did. May be called more than once, and
+    /// dropped while it waits: the relay stops all the same.
+    ///
+    /// # Errors
+    /// When the relay had ended on its own, see [`RelayError`].
+    pub async fn shutdown(&self) -> Result<Report, RelayError> {
+        self.stop.cancel();
+        self.wait().await
+    }
+
+    /// Waits until the relay ends, by [`shutdown`](Self::shutdown) or on its own.
+    ///
+    /// # Errors
+    /// When the relay ended on its own, see [`RelayError`].
+    pub async fn wait(&self) -> Result<Report, RelayError> {
+        let mut ended = self.ended.clone();
+        match ended.wait_for(Option::is_some).await {
+            Ok(result) => result.clone().unwrap_or_else(|| Ok(Report::default())),
+            // The runtime was shut down under it.
+            Err(_) => Ok(Report::default()),
+        }
+    }
+}
+
+impl Drop for RelayHandle {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}

@@ -1,0 +1,75 @@
+//! The claims that this process holds: from the claim until the settlement is written.
+
+use std::{
+    collections::HashMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use tokio::{sync::Notify, time::Instant};
+
+use crate::store::Fence;
+
+/// Each claim, and until when its lease certainly lasts.
+#[derive(Debug, Default)]
+pub(super) struct Held {
+    claims: Mutex<HashMap<Fence, Instant>>,
+    emptied: Notify,
+}
+
+impl Held {
+    pub(super) fn add(&self, fences: impl Iterator<Item = Fence>, trusted_until: Instant) {
+        self.lock().extend(fences.map(|fence| (fence, trusted_until)));
+    }
+
+    /// Forgets claims: settled, or lost to somebody else.
+    pub(super) fn remove<'a>(&self, fences: impl IntoIterator<Item = &'a Fence>) {
+        let mut claims = self.lock();
+        for fence in fences {
+            claims.remove(fence);
+        }
+        if claims.is_empty() {
+            self.emptied.notify_waiters();
+        }
+    }
+
+    /// The leases of these claims, if they are still held, last until then.
+    pub(super) fn renewed(&self, fences: &[Fence], trusted_until: Instant) {
+        let mut claims = self.lock();
+        for fence in fences {
+            if let Some(until) = claims.get_mut(fence) {
+                *until = trusted_until;
+            }
+        }
+    }
+
+    /// Until when the claim may be trusted; `None` when it is no longer ours.
+    pub(super) fn trusted_until(&self, fence: Fence) -> Option<Instant> {
+        self.lock().get(&fence).copied()
+    }
+
+    pub(super) fn fences(&self) -> Vec<Fence> {
+        self.lock().keys().copied().collect()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Waits until nothing is held.
+    pub(super) async fn wait_until_empty(&self) {
+        loop {
+            let emptied = self.emptied.notified();
+            tokio::pin!(emptied);
+            // Listens before it looks, so that nothing is missed in between.
+            emptied.as_mut().enable();
+            if self.lock().is_empty() {
+                return;
+            }
+            emptied.await;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Fence, Instant>> {
+        self.claims.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,207 @@
+//! The relay: moves messages from the outbox to a broker.
+//!
+//! Four tasks, joined by bounded channels, so that one batch is claimed while another waits for its
+//! acknowledgements and a third is settled:
+//!
+//! - the **claimer** wins batches of rows, as long as there is room for another one;
+//! - the **dispatcher** keeps up to `max_in_flight` publishes under way;
+//! - the **settler** alone writes to claimed rows: settlements, releases and renewals of leases;
+//! - the **sweeper** returns or buries claims whose lease is over, whoever held them.
+//!
+//! No transaction and no row lock is held while a message is being published.
+
+mod builder;
+mod claimer;
+mod dispatcher;
+mod gate;
+mod handle;
+mod held;
+mod report;
+mod resting;
+mod settler;
+mod sweeper;
+
+use std::{future::Future, sync::Arc, time::Duration};
+
+use sea_orm::DatabaseConnection;
+use tokio::{
+    sync::mpsc,
+    task::{JoinError, JoinSet},
+    time::sleep,
+};
+use tokio_util::sync::CancellationToken;
+
+pub use builder::{ConfigError, RelayBuilder};
+pub use handle::RelayHandle;
+pub use report::Report;
+
+use crate::{
+    lifecycle::RetryPolicy,
+    publisher::Publisher,
+    store::{Store, StoreError},
+};
+use builder::Settings;
+use gate::Gate;
+use held::Held;
+use report::Counters;
+
+/// Moves messages to a broker until it is told to stop.
+///
+/// Any number of relays may run side by side, in one process or in many: who publishes a row is decided by its
+/// version. A relay uses at most three connections of the pool at a time (claim, settle, sweep).
+///
+/// ```no_run
+/// # use sea_orm::Database;
+/// # use sea_orm_outbox::{NatsPublisher, Relay};
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let db = Database::connect("postgres://localhost/shop").await?;
+/// let client = async_nats::connect("nats://localhost:4222").await?;
+///
+/// let relay = Relay::builder(db, NatsPublisher::jetstream(client)).build()?;
+/// let report = relay.run(async { tokio::signal::ctrl_c().await.unwrap_or_default() }).await?;
+/// println!("{report}");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Relay<P> {
+    store: Store,
+    publisher: P,
+    settings: Settings,
+}
+
+/// Why a relay ended on its own. Losing the database or the broker is not among them: the relay waits.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RelayError {
+    /// The table is missing, or is not the one that the migrations make.
+    #[error(transparent)]
+    Table(Arc<StoreError>),
+    /// A task of the relay panicked: a bug. Rows it held go back with the sweep.
+    #[error("a task of the relay ended unexpectedly: {0}")]
+    Task(Arc<JoinError>),
+}
+
+/// What the tasks of a relay share.
+struct Shared<P> {
+    store: Store,
+    publisher: P,
+    settings: Settings,
+    counters: Counters,
+    held: Held,
+    gate: Gate,
+    /// Whether rows wait that must be published alone.
+    suspects: std::sync::atomic::AtomicBool,
+    stop: CancellationToken,
+}
+
+/// The pace at which anything is tried again that the database or the broker refused.
+fn pace() -> RetryPolicy {
+    RetryPolicy::default()
+        .with_initial_delay(Duration::from_millis(200))
+        .with_max_delay(Duration::from_secs(5))
+        .with_jitter(0.5)
+}
+
+/// The duration, 20 % more or less, so that relays which started together do not stay together.
+fn jittered(duration: Duration) -> Duration {
+    duration.mul_f64(0.8 + 0.4 * fastrand::f64())
+}
+
+impl<P: Publisher> Relay<P> {
+    /// A relay between a database and a publisher, with the defaults that the setters of
+    /// [`RelayBuilder`] name.
+    pub fn builder(db: DatabaseConnection, publisher: P) -> RelayBuilder<P> {
+        RelayBuilder::new(db, publisher)
+    }
+
+    /// Relays until `shutdown` is ready, then stops and says what it did.
+    ///
+    /// Stopping means: claim no more, finish what is in flight within the grace period, give the rest back
+    /// without spending attempts, settle what was acknowledged. It takes at most the grace period plus two
+    /// statement timeouts.
+    ///
+    /// While the database or the broker cannot be reached, at the start or later, the relay waits and goes on
+    /// by itself. Dropping the future stops everything at once; the rows it held come back with the sweep.
+    ///
+    /// # Errors
+    /// [`RelayError::Table`] when the database answers but the table is not there.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<Report, RelayError> {
+        let stop = CancellationToken::new();
+        let relay = self.run_until(stop.clone());
+        tokio::pin!(relay, shutdown);
+        tokio::select! {
+            biased;
+            ended = &mut relay => return ended,
+            () = &mut shutdown => stop.cancel(),
+        }
+        relay.await
+    }
+
+    /// Relays in the background, on the current Tokio runtime.
+    ///
+    /// # Panics
+    /// Outside a Tokio runtime.
+    pub fn spawn(self) -> RelayHandle {
+        RelayHandle::spawn(self)
+    }
+
+    async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
+        let Self { store, publisher, settings } = self;
+        if !wait_for_table(&store, &stop).await? {
+            return Ok(Report::default());
+        }
+        tracing::info!(relay = settings.name, "relay started");
+        // Room for every row that can be held, so that no outcome of a publish ever waits for the settler.
+        let capacity = settings.batch_size * (settings.queued_batches + 2) + settings.max_in_flight;
+        let (to_dispatcher, claims) = mpsc::channel(settings.queued_batches);
+        let (to_settler, settlements) = mpsc::channel(capacity);
+        let shared = Arc::new(Shared {
+            store,
+            publisher,
+            settings,
+            counters: Counters::default(),
+            held: Held::default(),
+            gate: Gate::default(),
+            suspects: Default::default(),
+            stop: stop.clone(),
+        });
+
+        let mut tasks = JoinSet::new();
+        tasks.spawn(claimer::run(shared.clone(), to_dispatcher, to_settler.clone()));
+        tasks.spawn(dispatcher::run(shared.clone(), claims, to_settler));
+        tasks.spawn(settler::run(shared.clone(), settlements));
+        tasks.spawn(sweeper::run(shared.clone()));
+        let mut failure = None;
+        while let Some(ended) = tasks.join_next().await {
+            if let Err(error) = ended {
+                stop.cancel();
+                tracing::error!(%error, "a task of the relay ended unexpectedly");
+                failure.get_or_insert(RelayError::Task(Arc::new(error)));
+            }
+        }
+        let report = shared.counters.report();
+        tracing::info!(relay = shared.settings.name, %report, "relay stopped");
+        failure.map_or(Ok(report), Err)
+    }
+}
+
+/// Whether the table is there; `false` when told to stop before the database answered.
+async fn wait_for_table(store: &Store, stop: &CancellationToken) -> Result<bool, RelayError> {
+    for failures in 1.. {
+        let error = match stop.run_until_cancelled(store.check_table()).await {
+            None => return Ok(false),
+            Some(Ok(())) => return Ok(true),
+            Some(Err(error @ StoreError::Table(_))) => return Err(RelayError::Table(Arc::new(error))),
+            Some(Err(error)) => error,
+        };
+        if failures == 1 {
+            tracing::warn!(%error, "waiting for the database");
+        }
+        let pause = sleep(pace().delay(failures, fastrand::f64()));
+        if stop.run_until_cancelled(pause).await.is_none() {
+            return Ok(false);
+        }
+    }
+    Ok(false)
+}

@@ -1,0 +1,183 @@
+//! The only writer to rows that this relay holds: settlements, releases, renewals of leases.
+//!
+//! One task for all of them: two would lock the same rows in different orders.
+
+use std::{collections::HashSet, sync::Arc, time::Duration};
+
+use tokio::{
+    sync::mpsc::Receiver,
+    time::{Instant, sleep_until},
+};
+
+use super::{Shared, pace, report::add};
+use crate::{
+    lifecycle::{Outcome, RetryPolicy, settle},
+    publisher::Publisher,
+    store::{Fence, Lost, Settlement, StoreError},
+};
+
+/// How long a settlement waits for others to share its statement.
+const GATHER: Duration = Duration::from_millis(5);
+
+pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, mut settlements: Receiver<Settlement>) {
+    let mut settler = Settler {
+        renew_at: Instant::now() + shared.settings.renew_every,
+        shared,
+        batch: Vec::new(),
+        write_at: None,
+        failures: 0,
+    };
+    loop {
+        let size = settler.shared.settings.batch_size;
+        let room = size.saturating_sub(settler.batch.len());
+        tokio::select! {
+            biased;
+            () = sleep_until(settler.renew_at) => settler.renew().await,
+            () = sleep_until(settler.write_at.unwrap_or(settler.renew_at)), if settler.write_at.is_some() => {
+                settler.write().await;
+            }
+            received = settlements.recv_many(&mut settler.batch, room), if room > 0 => {
+                if received == 0 {
+                    break;
+                }
+                settler.gathered();
+            }
+        }
+    }
+    settler.finish().await;
+}
+
+struct Settler<P> {
+    shared: Arc<Shared<P>>,
+    batch: Vec<Settlement>,
+    /// When the batch is to be written; `None` while it is empty.
+    write_at: Option<Instant>,
+    renew_at: Instant,
+    /// Of the database, one after the other.
+    failures: u32,
+}
+
+impl<P: Publisher> Settler<P> {
+    /// Decides when the batch is written, now that it has grown.
+    fn gathered(&mut self) {
+        if self.failures > 0 {
+            return; // The database is away: the batch waits for its next try.
+        }
+        let now = Instant::now();
+        let full = self.batch.len() >= self.shared.settings.batch_size;
+        // Nothing else is under way that could join.
+        let complete = self.batch.len() >= self.shared.held.len();
+        let at = if full || complete { now } else { now + GATHER };
+        self.write_at = Some(self.write_at.map_or(at, |earlier| earlier.min(at)));
+    }
+
+    /// Tries once to write the batch.
+    async fn write(&mut self) {
+        let mut parts = vec![std::mem::take(&mut self.batch)];
+        self.write_at = None;
+        while let Some(mut part) = parts.pop() {
+            match self.shared.store.settle(&part).await {
+                Ok(lost) => self.settled(&part, &lost),
+                // The database answers but does not take it: find out which row it is, so that it harms
+                // only itself.
+                Err(StoreError::Database(_)) if part.len() > 1 => {
+                    parts.push(part.split_off(part.len() / 2));
+                    parts.push(part);
+                }
+                Err(StoreError::Database(error)) => {
+                    let id = part.first().map(|settlement| settlement.fence().id);
+                    tracing::error!(id, %error, "a settlement cannot be written; the row waits for the sweep");
+                    self.shared.held.remove(part.iter().map(|s| s.fence()).collect::<Vec<_>>().iter());
+                }
+                Err(error) => {
+                    parts.push(part);
+                    self.batch = parts.into_iter().flatten().collect();
+                    self.failed(&error);
+                    return;
+                }
+            }
+        }
+        self.answered();
+    }
+
+    fn settled(&self, part: &[Settlement], lost: &Lost) {
+        let lost: HashSet<Fence> = lost.fences().iter().copied().collect();
+        let counters = &self.shared.counters;
+        for settlement in part {
+            if lost.contains(&settlement.fence()) {
+                tracing::debug!(id = settlement.fence().id, "lost: somebody else has the row now");
+                add(&counters.lost, 1);
+            } else {
+                counters.settled(settlement.transition().arrow());
+            }
+        }
+        let fences: Vec<Fence> = part.iter().map(Settlement::fence).collect();
+        self.shared.held.remove(&fences);
+    }
+
+    /// Extends the leases of everything that is held.
+    async fn renew(&mut self) {
+        let settings = &self.shared.settings;
+        self.renew_at = Instant::now() + settings.renew_every;
+        let held = self.shared.held.fences();
+        let before = Instant::now();
+        let lost = match self.shared.store.renew(&held, settings.lease).await {
+            Ok(lost) => lost,
+            Err(error) => {
+                // Sooner than usual: the leases are running out.
+                self.renew_at = Instant::now() + settings.renew_every / 4;
+                return self.failed(&error);
+            }
+        };
+        self.shared.held.renewed(&held, before + settings.lease);
+        // A settlement may be under way for them; it will find the same.
+        let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
+        let gone: Vec<Fence> = lost.fences().iter().copied().filter(|f| !settling.contains(f)).collect();
+        if !gone.is_empty() {
+            tracing::debug!(rows = gone.len(), "lost: the leases were over and somebody else has the rows");
+            self.shared.held.remove(&gone);
+        }
+        self.answered();
+    }
+
+    fn failed(&mut self, error: &StoreError) {
+        if self.failures == 0 {
+            tracing::warn!(%error, "cannot settle; the relay waits for the database");
+        }
+        self.failures = self.failures.saturating_add(1);
+        if !self.batch.is_empty() {
+            self.write_at = Some(Instant::now() + pace().delay(self.failures, fastrand::f64()));
+        }
+    }
+
+    fn answered(&mut self) {
+        if self.failures > 0 {
+            tracing::info!("the database answers again; settlements are written");
+            self.failures = 0;
+            if !self.batch.is_empty() {
+                self.write_at = Some(Instant::now());
+            }
+        }
+    }
+
+    /// Writes what is left, and gives back what nobody finished, within the grace period.
+    async fn finish(mut self) {
+        let give_up = Instant::now() + self.shared.settings.grace;
+        let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
+        let unused = self.shared.held.fences().into_iter().filter(|fence| !settling.contains(fence));
+        // A release is the same for every attempt.
+        let release = settle(1, Outcome::Unused, &RetryPolicy::default(), 0.0);
+        self.batch.extend(unused.map(|fence| Settlement::new(fence, release.clone())));
+        while !self.batch.is_empty() {
+            self.write().await;
+            if let Some(at) = self.write_at {
+                if at >= give_up {
+                    let rows = self.batch.len();
+                    tracing::warn!(rows, "stopping without the database; the sweep will return the rows");
+                    return;
+                }
+                sleep_until(at).await;
+            }
+        }
+    }
+}

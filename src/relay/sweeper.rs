@@ -1,0 +1,89 @@
+//! Returns or buries claims whose lease is over, whoever held them.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use tokio::time::sleep;
+
+use super::{Shared, jittered};
+use crate::{
+    publisher::Publisher,
+    store::{Position, Settlement, StoreError},
+};
+
+/// How many entries of the due index one step reads: some 30 ms for the database.
+const STEP: u64 = 10_000;
+
+/// How many rows one statement writes.
+const BATCH: usize = 1_000;
+
+pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>) {
+    let mut position = None;
+    let mut failed = false;
+    // Somewhere within the first interval, so that relays which started together do not sweep together.
+    let mut pause = shared.settings.sweep_every.mul_f64(fastrand::f64());
+    while shared.stop.run_until_cancelled(sleep(pause)).await.is_some() {
+        pause = jittered(shared.settings.sweep_every);
+        match sweep(&shared, &mut position).await {
+            Ok(swept) => {
+                if failed {
+                    tracing::info!("the sweep works again");
+                }
+                failed = false;
+                if swept > 0 {
+                    tracing::info!(rows = swept, "swept stale claims");
+                }
+            }
+            Err(error) => {
+                if !failed {
+                    tracing::warn!(%error, "cannot sweep; the relay waits for the database");
+                }
+                failed = true;
+                // Owners could not renew their leases while the database was away: let them first.
+                pause = pause.max(shared.settings.lease);
+            }
+        }
+    }
+}
+
+/// One pass: the head of the due index, where almost every claim stands, and one step of the rest, going on
+/// where the last pass ended.
+async fn sweep<P: Publisher>(
+    shared: &Shared<P>,
+    position: &mut Option<Position>,
+) -> Result<usize, StoreError> {
+    let (mut swept, end_of_head) = step(shared, None).await?;
+    if let Some(end_of_head) = end_of_head {
+        let from = position.take().unwrap_or(end_of_head);
+        let (more, next) = step(shared, Some(&from)).await?;
+        swept += more;
+        *position = next;
+    }
+    Ok(swept)
+}
+
+async fn step<P: Publisher>(
+    shared: &Shared<P>,
+    after: Option<&Position>,
+) -> Result<(usize, Option<Position>), StoreError> {
+    let read = shared.store.stale(after, STEP).await?;
+    if read.suspects {
+        shared.suspects.store(true, Ordering::Relaxed);
+    }
+    let mut swept = 0;
+    let mut settlements: Vec<Settlement> =
+        read.stale.into_iter().map(|stale| stale.settle(&shared.settings.retry)).collect();
+    while !settlements.is_empty() {
+        let rest = settlements.split_off(settlements.len().min(BATCH));
+        let lost = shared.store.settle(&settlements).await?;
+        for settlement in &settlements {
+            if !lost.fences().contains(&settlement.fence()) {
+                swept += 1;
+                shared.counters.settled(settlement.transition().arrow());
+                let (id, error) = (settlement.fence().id, settlement.transition().error());
+                tracing::debug!(id, error, "swept");
+            }
+        }
+        settlements = rest;
+    }
+    Ok((swept, read.next))
+}
