@@ -18,3 +18,4 @@ pub use publisher::NatsPublisher;
 pub use publisher::{Ack, PublishError, PublishErrorKind, Publisher};
 pub use relay::{ConfigError, Relay, RelayBuilder, RelayError, RelayHandle, Report};
 pub use sea_orm_outbox_entity as entity;
+pub use versioned::{Versioned, VersionedError, VersionedExt};

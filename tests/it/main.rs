@@ -2,13 +2,22 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod claim;
+mod enqueue;
+mod lifecycle;
+mod migration;
 mod support;
+mod versioned;
 
 use libtest_mimic::Arguments;
 
 fn main() {
     let arguments = Arguments::from_args();
-    let tests = Vec::new();
+    let tests =
+        [migration::tests(), enqueue::tests(), claim::tests(), lifecycle::tests(), versioned::tests()]
+            .into_iter()
+            .flatten()
+            .collect();
     let conclusion = libtest_mimic::run(&arguments, tests);
     support::servers::stop();
     conclusion.exit();

@@ -1,6 +1,8 @@
 //! What every test stands on: its own database, a deadline, and servers shared by the whole run.
 
 pub(crate) mod database;
+pub(crate) mod nats;
+pub(crate) mod rows;
 pub(crate) mod servers;
 
 use std::{

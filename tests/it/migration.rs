@@ -1,0 +1,100 @@
+//! The migrations run up, down and up again, twice, and from several processes at once.
+
+use libtest_mimic::Trial;
+use sea_orm::{ConnectionTrait, DatabaseConnection, EntityTrait, PaginatorTrait};
+use sea_orm_outbox::{
+    NewMessage, Outbox,
+    entity::outbox_message::Entity,
+    migration::{MigrationTrait, Migrator, MigratorTrait, migrations},
+};
+
+use crate::support::{
+    Kind, TestDatabase, on_each_database,
+    rows::{LEASE, claim, enqueue, rows, store},
+};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let mut tests = on_each_database("migration::up_down_and_up_again_works", up_down_up);
+    tests.extend(on_each_database("migration::up_twice_changes_nothing", twice));
+    tests.extend(on_each_database("migration::an_application_appends_the_list_to_its_own", appended));
+    tests.extend(on_each_database("migration::three_processes_at_once_work", at_once));
+    tests.extend(on_each_database("migration::hand_written_rows_get_defaults_that_work", hand_written));
+    tests
+}
+
+async fn has_table(db: &DatabaseConnection) -> bool {
+    Entity::find().count(db).await.is_ok()
+}
+
+async fn up_down_up(database: TestDatabase) {
+    let db = &database.db;
+    assert!(has_table(db).await);
+    Migrator::down(db, None).await.unwrap();
+    assert!(!has_table(db).await);
+    Migrator::up(db, None).await.unwrap();
+    enqueue(db, "t", 1).await;
+    Migrator::refresh(db).await.unwrap();
+    assert_eq!(rows(db).await.len(), 0, "a refresh makes the table anew");
+}
+
+async fn twice(database: TestDatabase) {
+    let db = &database.db;
+    enqueue(db, "t", 1).await;
+    Migrator::up(db, None).await.unwrap();
+    assert_eq!(rows(db).await.len(), 1);
+    assert_eq!(Migrator::get_pending_migrations(db).await.unwrap().len(), 0);
+}
+
+/// The pools stand for processes: each has connections of its own.
+async fn at_once(database: TestDatabase) {
+    for _ in 0..5 {
+        Migrator::down(&database.db, None).await.unwrap();
+        let mut tasks = tokio::task::JoinSet::new();
+        for _ in 0..3 {
+            let db = database.connect_again().await;
+            tasks.spawn(async move { Migrator::up(&db, None).await });
+        }
+        for result in tasks.join_all().await {
+            result.unwrap();
+        }
+        assert!(has_table(&database.db).await);
+    }
+}
+
+async fn appended(database: TestDatabase) {
+    struct Application;
+    impl MigratorTrait for Application {
+        fn migrations() -> Vec<Box<dyn MigrationTrait>> {
+            migrations()
+        }
+    }
+    let db = &database.db;
+    Migrator::down(db, None).await.unwrap();
+    Application::up(db, None).await.unwrap();
+    enqueue(db, "t", 1).await;
+    Application::down(db, None).await.unwrap();
+    assert!(!has_table(db).await);
+}
+
+async fn hand_written(database: TestDatabase) {
+    let db = &database.db;
+    let payload = if database.kind == Kind::Postgres { r"'\x7b7d'" } else { "x'7b7d'" };
+    let insert = format!("INSERT INTO outbox_message (topic, payload) VALUES ('t', {payload})");
+    db.execute_unprepared(&insert).await.unwrap();
+    Outbox::new().enqueue(db, NewMessage::bytes("t", "application/json", "{}")).await.unwrap();
+    let rows = rows(db).await;
+    let (by_hand, by_library) = (&rows[0], &rows[1]);
+    assert_eq!(by_hand.payload, by_library.payload);
+    assert_eq!((by_hand.status, by_hand.version), (by_library.status, by_library.version));
+    assert_eq!(by_hand.headers, by_library.headers);
+    assert_eq!(by_hand.content_type, by_library.content_type);
+    assert_ne!(by_hand.message_id, by_library.message_id);
+    for (earlier, later) in [
+        (by_hand.available_at.unwrap(), by_library.available_at.unwrap()),
+        (by_hand.created_at, by_library.created_at),
+    ] {
+        let apart = later - earlier;
+        assert!((0.0..10.0).contains(&apart.as_seconds_f64()), "{apart}");
+    }
+    assert_eq!(claim(&store(db), 10, LEASE).await.claims.len(), 2, "both are due");
+}

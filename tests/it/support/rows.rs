@@ -1,0 +1,82 @@
+//! Rows of the outbox, as the tests write and see them.
+
+use std::time::Duration;
+
+use sea_orm::{ConnectionTrait, DatabaseConnection, EntityTrait, QueryOrder};
+use sea_orm_outbox::{
+    NewMessage, Outbox,
+    entity::{
+        Status,
+        outbox_message::{Column, Entity, Model},
+    },
+    lifecycle::RetryPolicy,
+    store::{Claim, ClaimStrategy, Claimed, Pick, Store},
+};
+
+/// Long enough that no test outlives it by accident.
+pub(crate) const LEASE: Duration = Duration::from_secs(60);
+
+pub(crate) fn store(db: &DatabaseConnection) -> Store {
+    Store::new(db.clone()).expect("the database is supported")
+}
+
+/// Enqueues messages with the payloads `0`, `1`, ….
+pub(crate) async fn enqueue(db: &DatabaseConnection, topic: &str, count: usize) {
+    let messages = (0..count).map(|number| NewMessage::json(topic, &number).expect("a number is JSON"));
+    Outbox::new().enqueue_many(db, messages).await.expect("messages are enqueued");
+}
+
+/// All rows by id.
+pub(crate) async fn rows(db: &DatabaseConnection) -> Vec<Model> {
+    Entity::find().order_by_asc(Column::Id).all(db).await.expect("the rows can be read")
+}
+
+/// The only row.
+pub(crate) async fn row(db: &DatabaseConnection) -> Model {
+    let mut rows = rows(db).await;
+    assert_eq!(rows.len(), 1, "one row is expected");
+    rows.remove(0)
+}
+
+/// How many rows have this status.
+pub(crate) async fn count(db: &DatabaseConnection, status: Status) -> usize {
+    rows(db).await.iter().filter(|row| row.status == status).count()
+}
+
+pub(crate) async fn claim(store: &Store, rows: u64, lease: Duration) -> Claimed {
+    store
+        .claim(ClaimStrategy::SkipLocked, Pick::Ordinary, rows, "test:1", lease)
+        .await
+        .expect("the claim is carried out")
+}
+
+/// Claims the only due row.
+pub(crate) async fn claim_one(store: &Store, lease: Duration) -> Claim {
+    let mut claimed = claim(store, 1, lease).await;
+    assert_eq!(claimed.claims.len(), 1, "one row is due");
+    claimed.claims.remove(0)
+}
+
+/// Makes every lease end a moment ago, as if its time had passed.
+pub(crate) async fn let_leases_end(db: &DatabaseConnection) {
+    set(db, "lease_until = available_at", "status = 'PROCESSING'").await;
+}
+
+/// Makes every waiting row due, as if its time had come.
+pub(crate) async fn let_delays_end(db: &DatabaseConnection) {
+    set(db, "available_at = created_at", "status = 'PENDING'").await;
+}
+
+async fn set(db: &DatabaseConnection, change: &str, condition: &str) {
+    db.execute_unprepared(&format!("UPDATE outbox_message SET {change} WHERE {condition}"))
+        .await
+        .expect("the rows are changed");
+}
+
+/// Sweeps everything that is stale; how many rows were written.
+pub(crate) async fn sweep(store: &Store) -> usize {
+    let stale = store.stale(None, 10_000).await.expect("stale claims are read").stale;
+    let settlements: Vec<_> = stale.into_iter().map(|stale| stale.settle(&RetryPolicy::default())).collect();
+    let lost = store.settle(&settlements).await.expect("the sweep is written");
+    settlements.len() - lost.len()
+}
