@@ -6,7 +6,7 @@ mod nats;
 #[cfg(feature = "testing")]
 mod recording;
 
-use std::future::Future;
+use std::{future::Future, sync::Arc};
 
 pub use error::{PublishError, PublishErrorKind};
 #[cfg(feature = "nats")]
@@ -46,6 +46,17 @@ pub trait Publisher: Send + Sync + 'static {
     /// [`PublishErrorKind::Unavailable`]. The default is `true`.
     fn is_connected(&self) -> bool {
         true
+    }
+}
+
+/// A publisher that several relays share.
+impl<P: Publisher> Publisher for Arc<P> {
+    fn publish(&self, message: &Message) -> impl Future<Output = Result<Ack, PublishError>> + Send {
+        (**self).publish(message)
+    }
+
+    fn is_connected(&self) -> bool {
+        (**self).is_connected()
     }
 }
 

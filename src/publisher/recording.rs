@@ -1,4 +1,7 @@
-use std::sync::{Mutex, PoisonError};
+use std::{
+    fmt,
+    sync::{Mutex, PoisonError},
+};
 
 use super::{Ack, PublishError, Publisher};
 use crate::message::Message;
@@ -49,5 +52,11 @@ impl Publisher for RecordingPublisher {
     async fn publish(&self, message: &Message) -> Result<Ack, PublishError> {
         self.messages.lock().unwrap_or_else(PoisonError::into_inner).push(message.clone());
         (self.answer)(message)
+    }
+}
+
+impl fmt::Debug for RecordingPublisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RecordingPublisher").field("messages", &self.messages).finish_non_exhaustive()
     }
 }

@@ -1,6 +1,6 @@
 //! The settings of a relay, and which of them cannot be safe together.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use sea_orm::DatabaseConnection;
 
@@ -30,7 +30,6 @@ pub(super) struct Settings {
 }
 
 /// Makes a [`Relay`]; [`build`](Self::build) refuses settings that cannot be safe.
-#[derive(Debug)]
 #[must_use = "a builder does nothing until it builds"]
 pub struct RelayBuilder<P> {
     db: DatabaseConnection,
@@ -184,6 +183,12 @@ impl<P: Publisher> RelayBuilder<P> {
         check(&settings, statement_timeout)?;
         let store = Store::new(db)?.with_statement_timeout(statement_timeout);
         Ok(Relay { store, publisher, settings })
+    }
+}
+
+impl<P> fmt::Debug for RelayBuilder<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RelayBuilder").field("settings", &self.settings).finish_non_exhaustive()
     }
 }
 

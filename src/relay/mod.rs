@@ -21,7 +21,7 @@ mod resting;
 mod settler;
 mod sweeper;
 
-use std::{future::Future, sync::Arc, time::Duration};
+use std::{fmt, future::Future, sync::Arc, time::Duration};
 
 use sea_orm::DatabaseConnection;
 use tokio::{
@@ -63,7 +63,6 @@ use report::Counters;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug)]
 pub struct Relay<P> {
     store: Store,
     publisher: P,
@@ -183,6 +182,12 @@ impl<P: Publisher> Relay<P> {
         let report = shared.counters.report();
         tracing::info!(relay = shared.settings.name, %report, "relay stopped");
         failure.map_or(Ok(report), Err)
+    }
+}
+
+impl<P> fmt::Debug for Relay<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Relay").field("settings", &self.settings).finish_non_exhaustive()
     }
 }
 

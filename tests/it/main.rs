@@ -6,6 +6,7 @@ mod claim;
 mod enqueue;
 mod lifecycle;
 mod migration;
+mod relay;
 mod support;
 mod versioned;
 
@@ -13,11 +14,17 @@ use libtest_mimic::Arguments;
 
 fn main() {
     let arguments = Arguments::from_args();
-    let tests =
-        [migration::tests(), enqueue::tests(), claim::tests(), lifecycle::tests(), versioned::tests()]
-            .into_iter()
-            .flatten()
-            .collect();
+    let tests = [
+        migration::tests(),
+        enqueue::tests(),
+        claim::tests(),
+        lifecycle::tests(),
+        relay::tests(),
+        versioned::tests(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     let conclusion = libtest_mimic::run(&arguments, tests);
     support::servers::stop();
     conclusion.exit();
