@@ -1,11 +1,15 @@
 //! All tests against real servers, in one binary so that they share one server of each kind.
+//!
+//! The same binary plays the relay processes that some tests kill and freeze.
 
 #![allow(clippy::unwrap_used)]
 
 mod claim;
+mod crash;
 mod enqueue;
 mod lifecycle;
 mod migration;
+mod nats;
 mod relay;
 mod support;
 mod versioned;
@@ -13,6 +17,9 @@ mod versioned;
 use libtest_mimic::Arguments;
 
 fn main() {
+    if support::process::play_role() {
+        return;
+    }
     let arguments = Arguments::from_args();
     let tests = [
         migration::tests(),
@@ -20,12 +27,11 @@ fn main() {
         claim::tests(),
         lifecycle::tests(),
         relay::tests(),
+        nats::tests(),
+        crash::tests(),
         versioned::tests(),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
-    let conclusion = libtest_mimic::run(&arguments, tests);
+    ];
+    let conclusion = libtest_mimic::run(&arguments, tests.into_iter().flatten().collect());
     support::servers::stop();
     conclusion.exit();
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod database;
 pub(crate) mod nats;
+pub(crate) mod process;
 pub(crate) mod rows;
 pub(crate) mod servers;
 
@@ -63,13 +64,22 @@ where
     })
 }
 
-/// Waits until `condition` yields a value, or panics with `what` at the deadline.
-pub(crate) async fn eventually<T, F, Fut>(what: &str, mut condition: F) -> T
+/// Waits until `condition` yields a value, or panics with `what` after 30 seconds.
+pub(crate) async fn eventually<T, F, Fut>(what: &str, condition: F) -> T
 where
     F: FnMut() -> Fut,
     Fut: Future<Output = Option<T>>,
 {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    eventually_within(Duration::from_secs(30), what, condition).await
+}
+
+/// The same with another limit.
+pub(crate) async fn eventually_within<T, F, Fut>(limit: Duration, what: &str, mut condition: F) -> T
+where
+    F: FnMut() -> Fut,
+    Fut: Future<Output = Option<T>>,
+{
+    let deadline = Instant::now() + limit;
     loop {
         if let Some(value) = condition().await {
             return value;

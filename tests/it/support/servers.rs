@@ -10,7 +10,9 @@ use std::{
 use testcontainers_modules::{
     nats::{Nats, NatsServerCmd},
     postgres::Postgres,
-    testcontainers::{ContainerAsync, Image, ImageExt, runners::AsyncRunner},
+    testcontainers::{
+        ContainerAsync, ContainerRequest, Image, ImageExt, core::IntoContainerPort, runners::AsyncRunner,
+    },
 };
 use tokio::runtime::Runtime;
 
@@ -43,13 +45,55 @@ pub(crate) fn nats_url() -> String {
     static URL: OnceLock<String> = OnceLock::new();
     URL.get_or_init(|| {
         env::var("TEST_NATS_URL").unwrap_or_else(|_| {
-            let command = NatsServerCmd::default().with_jetstream();
-            let image = Nats::default().with_cmd(&command).with_tag(NATS_TAG);
-            let (host, port) = start(image, 4222);
+            let (host, port) = start(nats_image(), 4222);
             format!("nats://{host}:{port}")
         })
     })
     .clone()
+}
+
+/// A NATS server with JetStream for one test, which may stop and freeze it.
+pub(crate) struct OwnNats {
+    pub(crate) url: String,
+    container: ContainerAsync<Nats>,
+}
+
+impl OwnNats {
+    pub(crate) async fn start() -> Self {
+        // A fixed port: a mapped one would change when the container is started again.
+        let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
+        let port = free.local_addr().expect("it has an address").port();
+        drop(free);
+        let container = nats_image().with_mapped_port(port, 4222.tcp()).start().await.expect(NO_CONTAINER);
+        Self { url: format!("nats://127.0.0.1:{port}"), container }
+    }
+
+    /// Kills it; its streams stay.
+    pub(crate) async fn stop(&self) {
+        self.container.stop_with_timeout(Some(0)).await.expect("the container stops");
+    }
+
+    pub(crate) async fn start_again(&self) {
+        self.container.start().await.expect("the container starts again");
+    }
+
+    pub(crate) async fn pause(&self) {
+        self.container.pause().await.expect("the container freezes");
+    }
+
+    pub(crate) async fn unpause(&self) {
+        self.container.unpause().await.expect("the container goes on");
+    }
+
+    /// To be called at the end; after a panic the value does it when it is dropped.
+    pub(crate) async fn remove(self) {
+        self.container.rm().await.expect("the container is removed");
+    }
+}
+
+fn nats_image() -> ContainerRequest<Nats> {
+    let command = NatsServerCmd::default().with_jetstream();
+    Nats::default().with_cmd(&command).with_tag(NATS_TAG)
 }
 
 /// Removes the containers. To be called once, after the last test.
@@ -60,18 +104,14 @@ pub(crate) fn stop() {
     }
 }
 
-fn start<I: Image + 'static>(
-    image: impl Into<testcontainers_modules::testcontainers::ContainerRequest<I>> + Send + 'static,
-    port: u16,
-) -> (String, u16) {
-    let request = image.into();
+const NO_CONTAINER: &str = "no container could be started: `make images` provides the images, \
+     TEST_POSTGRES_URL and TEST_NATS_URL replace the containers";
+
+fn start<I: Image + 'static>(request: ContainerRequest<I>, port: u16) -> (String, u16) {
     // A test may already be inside a runtime: start from a thread that is not.
     std::thread::spawn(move || {
         runtime().block_on(async {
-            let container: ContainerAsync<I> = request.start().await.expect(
-                "no container could be started: `make images` provides the images, \
-                 TEST_POSTGRES_URL and TEST_NATS_URL replace the containers",
-            );
+            let container: ContainerAsync<I> = request.start().await.expect(NO_CONTAINER);
             let host = container.get_host().await.expect("the container has a host");
             let mapped = container.get_host_port_ipv4(port).await.expect("the port is mapped");
             STARTED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(move || {

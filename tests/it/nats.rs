@@ -1,0 +1,241 @@
+//! Publishing to a real NATS server.
+
+use std::{sync::Arc, time::Duration};
+
+use async_nats::jetstream;
+use futures_util::StreamExt;
+use libtest_mimic::Trial;
+use sea_orm_outbox::{
+    Message, NatsPublisher, NewMessage, PublishErrorKind, Publisher, Relay, entity::Status,
+};
+
+use crate::support::{
+    Kind, TestDatabase, eventually,
+    nats::{TestStream, connect, unique},
+    on_database, on_each_database,
+    rows::{count, enqueue, rows},
+    servers, test, within,
+};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let mut tests = vec![
+        test("nats::a_message_arrives_as_it_was_enqueued", arrives),
+        test("nats::a_repeat_is_acknowledged_as_a_duplicate", duplicate),
+        test("nats::a_subject_without_a_stream_is_a_configuration_error", no_stream),
+        test("nats::another_stream_than_expected_is_a_configuration_error", expected_stream),
+        test("nats::a_message_above_the_limit_of_the_server_is_a_permanent_error", too_large),
+        test("nats::a_subject_that_would_be_stored_as_a_wildcard_is_refused", wildcard),
+        test("nats::core_publishes_are_confirmed_by_a_round_trip", core),
+        test("nats::a_server_that_is_gone_is_unavailable", gone),
+    ];
+    tests.extend(on_each_database("nats::a_topic_goes_on_once_its_stream_exists", stream_comes_later));
+    tests.push(on_database(
+        Kind::Postgres,
+        "nats::a_server_that_restarts_costs_no_attempt_and_loses_nothing",
+        restart,
+    ));
+    tests
+}
+
+fn message(topic: &str) -> Message {
+    NewMessage::bytes(topic, "text/plain", "x").into_message()
+}
+
+async fn arrives() {
+    let stream = TestStream::create().await;
+    let topic = stream.topic("orders.created");
+    let sent = NewMessage::json(&topic, &serde_json::json!({"order": 4711}))
+        .unwrap()
+        .aggregate("order", 4711)
+        .event_type("order-created")
+        .header("tenant", "acme ü")
+        .into_message();
+    let publisher = NatsPublisher::jetstream(stream.client.clone()).with_expected_stream(&stream.name);
+    assert!(!publisher.publish(&sent).await.unwrap().is_duplicate());
+    let stored = stream.messages().await.remove(0);
+    assert_eq!((stored.id, stored.subject), (sent.id().to_string(), topic));
+    assert_eq!(stored.payload, br#"{"order":4711}"#);
+    for (name, value) in [
+        ("Content-Type", "application/json"),
+        ("Outbox-Event-Type", "order-created"),
+        ("Outbox-Aggregate-Type", "order"),
+        ("Outbox-Aggregate-Id", "4711"),
+        ("tenant", "acme ü"),
+    ] {
+        assert_eq!(stored.headers.get(name).map(String::as_str), Some(value), "{name}");
+    }
+}
+
+async fn duplicate() {
+    let stream = TestStream::create().await;
+    let publisher = NatsPublisher::jetstream(stream.client.clone());
+    let message = message(&stream.topic("x"));
+    assert!(!publisher.publish(&message).await.unwrap().is_duplicate());
+    assert!(publisher.publish(&message).await.unwrap().is_duplicate());
+    assert_eq!(stream.count().await, 1);
+}
+
+async fn no_stream() {
+    let publisher = NatsPublisher::jetstream(connect(&servers::nats_url()).await);
+    let topic = unique("nobody");
+    let error = publisher.publish(&message(&topic)).await.unwrap_err();
+    assert_eq!(error.kind(), PublishErrorKind::Configuration);
+    assert!(error.to_string().contains(&topic) && error.to_string().contains("nats stream add"), "{error}");
+}
+
+async fn expected_stream() {
+    let stream = TestStream::create().await;
+    let publisher = NatsPublisher::jetstream(stream.client.clone()).with_expected_stream("ANOTHER");
+    let error = publisher.publish(&message(&stream.topic("x"))).await.unwrap_err();
+    assert_eq!(error.kind(), PublishErrorKind::Configuration, "{error}");
+    assert_eq!(stream.count().await, 0);
+}
+
+async fn too_large() {
+    let stream = TestStream::create().await;
+    let limit = stream.client.max_payload();
+    let overhead = message(&stream.topic("x")).wire_size() - 1;
+    let of_size =
+        |bytes: usize| NewMessage::bytes(stream.topic("x"), "text/plain", vec![0; bytes]).into_message();
+    for publisher in
+        [NatsPublisher::jetstream(stream.client.clone()), NatsPublisher::core(stream.client.clone())]
+    {
+        let error = publisher.publish(&of_size(limit - overhead + 1)).await.unwrap_err();
+        assert_eq!(error.kind(), PublishErrorKind::Permanent, "{publisher:?}: {error}");
+        assert!(error.to_string().contains(&format!("({} > {limit})", limit + 1)), "{error}");
+        // What the outbox reckons is what the server counts.
+        let fits = of_size(limit - overhead);
+        assert_eq!(fits.wire_size(), limit);
+        publisher.publish(&fits).await.unwrap();
+    }
+}
+
+async fn wildcard() {
+    let stream = TestStream::create().await;
+    for publisher in
+        [NatsPublisher::jetstream(stream.client.clone()), NatsPublisher::core(stream.client.clone())]
+    {
+        for topic in ["*", "a b", ">", "a\nb"] {
+            let error = publisher.publish(&message(&stream.topic(topic))).await.unwrap_err();
+            assert_eq!(error.kind(), PublishErrorKind::Permanent, "{topic:?}");
+        }
+    }
+    assert_eq!(stream.count().await, 0);
+}
+
+async fn core() {
+    let client = connect(&servers::nats_url()).await;
+    let topic = unique("core");
+    let mut subscriber = client.subscribe(topic.clone()).await.unwrap();
+    let publisher = NatsPublisher::core(connect(&servers::nats_url()).await);
+    let sent = message(&topic);
+    publisher.publish(&sent).await.unwrap();
+    let received = within(Duration::from_secs(5), "the message", subscriber.next()).await.unwrap();
+    assert_eq!(&received.payload[..], b"x");
+    let id = received.headers.unwrap().get("Nats-Msg-Id").unwrap().to_string();
+    assert_eq!(id, sent.id().to_string());
+    // Nobody needs to listen.
+    publisher.publish(&message(&unique("core"))).await.unwrap();
+}
+
+async fn gone() {
+    let server = servers::OwnNats::start().await;
+    let client = connect(&server.url).await;
+    for publisher in [NatsPublisher::jetstream(client.clone()), NatsPublisher::core(client.clone())] {
+        server.stop().await;
+        eventually("the loss to be noticed", || async { (!publisher.is_connected()).then_some(()) }).await;
+        let error = publisher.publish(&message("x")).await.unwrap_err();
+        assert_eq!(error.kind(), PublishErrorKind::Unavailable, "{error}");
+        server.start_again().await;
+        eventually("the connection to be back", || async { publisher.is_connected().then_some(()) }).await;
+    }
+    // Frozen: connected, but no answer at all comes.
+    server.pause().await;
+    let publisher = NatsPublisher::jetstream(client.clone()).with_ack_timeout(Duration::from_millis(300));
+    let error = publisher.publish(&message("x")).await.unwrap_err();
+    assert_eq!(error.kind(), PublishErrorKind::Unavailable, "{error}");
+    server.unpause().await;
+    server.remove().await;
+}
+
+async fn stream_comes_later(database: TestDatabase) {
+    let url = servers::nats_url();
+    let client = connect(&url).await;
+    let prefix = unique("later");
+    enqueue(&database.db, &format!("{prefix}.x"), 3).await;
+    let relay = Relay::builder(database.db.clone(), NatsPublisher::jetstream(client.clone()))
+        .poll_every(Duration::from_millis(20))
+        .rest(Duration::from_millis(200))
+        .build()
+        .unwrap()
+        .spawn();
+    eventually("the rows to say why they rest", || async {
+        let rows = rows(&database.db).await;
+        let explained = rows.iter().filter(|row| {
+            row.status == Status::Pending
+                && row.attempts == 0
+                && row.last_error.as_deref().is_some_and(|error| error.contains("no stream takes"))
+        });
+        (explained.count() == 3).then_some(())
+    })
+    .await;
+    let config = jetstream::stream::Config {
+        name: prefix.to_uppercase(),
+        subjects: vec![format!("{prefix}.>")],
+        ..Default::default()
+    };
+    let context = jetstream::new(client);
+    context.create_stream(config).await.unwrap();
+    eventually("the rows to be sent", || async {
+        (count(&database.db, Status::Sent).await == 3).then_some(())
+    })
+    .await;
+    relay.shutdown().await.unwrap();
+    context.delete_stream(prefix.to_uppercase()).await.unwrap();
+    assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1));
+}
+
+async fn restart(database: TestDatabase) {
+    const MESSAGES: usize = 2_000;
+    let server = servers::OwnNats::start().await;
+    let client = connect(&server.url).await;
+    let context = jetstream::new(client.clone());
+    let config = jetstream::stream::Config {
+        name: "RESTART".to_owned(),
+        subjects: vec!["restart.>".to_owned()],
+        ..Default::default()
+    };
+    context.create_stream(config).await.unwrap();
+    let publisher = Arc::new(NatsPublisher::jetstream(client).with_ack_timeout(Duration::from_secs(1)));
+    let relay = Relay::builder(database.db.clone(), publisher)
+        .poll_every(Duration::from_millis(20))
+        .batch_size(100)
+        .max_in_flight(50)
+        .build()
+        .unwrap()
+        .spawn();
+    for stop in [false, true, false, true, false] {
+        let before = count(&database.db, Status::Sent).await;
+        if stop {
+            server.stop().await;
+        }
+        enqueue(&database.db, "restart.x", MESSAGES / 5).await;
+        if stop {
+            server.start_again().await;
+        }
+        eventually("the relay to go on", || async {
+            (count(&database.db, Status::Sent).await > before).then_some(())
+        })
+        .await;
+    }
+    eventually("everything to be sent", || async {
+        (count(&database.db, Status::Sent).await == MESSAGES).then_some(())
+    })
+    .await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.failed, report.retried), (0, 0), "{report}");
+    let mut stream = context.get_stream("RESTART").await.unwrap();
+    assert_eq!(stream.info().await.unwrap().state.messages, MESSAGES as u64);
+    assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1));
+    server.remove().await;
+}
