@@ -19,5 +19,6 @@ test: images ## all tests except those in the documentation, against real server
 bench: images ## measure the relay
 	cargo bench --locked --all-features --bench relay
 
-demo: images ## run the example `demo`
-	cargo run --locked --all-features --example demo
+demo: images ## PostgreSQL, NATS and three relay processes, one of them killed
+	cargo build --locked --example nats_relay --example demo
+	cargo run --locked --quiet --example demo

@@ -1,0 +1,207 @@
+//! The relay as a program of its own: from a database to NATS, until it is told to stop.
+//!
+//! ```sh
+//! cargo run --example nats_relay -- --help
+//! DATABASE_URL=postgres://localhost/shop cargo run --example nats_relay -- --migrate
+//! ```
+//!
+//! It logs to standard error what happens, stops cleanly on Ctrl-C and SIGTERM, prints what it did, and exits
+//! with 0; with 1 when it could not start, with 2 when its arguments make no sense.
+
+use std::{process::ExitCode, time::Duration};
+
+use async_nats::jetstream;
+use clap::{Parser, ValueEnum};
+use sea_orm::{ConnectOptions, Database, DatabaseConnection};
+use sea_orm_outbox::{
+    NatsPublisher, Relay, RelayHandle,
+    lifecycle::RetryPolicy,
+    store::{ClaimStrategy, Store},
+};
+use sea_orm_outbox_migration::{Migrator, MigratorTrait};
+use tokio::signal::unix::{SignalKind, signal};
+
+/// Relays the messages of a SeaORM outbox to NATS.
+#[derive(Parser)]
+#[command(after_help = "Durations are written like 500ms, 30s or 5m.")]
+struct Arguments {
+    /// The database: postgres://… or sqlite://…
+    #[arg(long, env, hide_env_values = true)]
+    database_url: String,
+    /// The NATS server
+    #[arg(long, env, hide_env_values = true, default_value = "nats://localhost:4222")]
+    nats_url: String,
+    /// The only stream that may take the messages [default: any]
+    #[arg(long, env = "NATS_STREAM", conflicts_with = "core")]
+    stream: Option<String>,
+    /// Publish to core NATS, without JetStream: only who listens gets the messages
+    #[arg(long)]
+    core: bool,
+    /// Make the table first, if it is not there
+    #[arg(long)]
+    migrate: bool,
+    /// The name in the log and in `claimed_by` [default: process id and a random number]
+    #[arg(long, env = "RELAY_NAME")]
+    name: Option<String>,
+    /// How many relays run in this process
+    #[arg(long, env = "RELAY_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    workers: u16,
+    /// How relays keep out of each other's way
+    #[arg(long, env = "RELAY_STRATEGY", value_enum, default_value = "skip-locked")]
+    strategy: Strategy,
+    /// The most rows in one claim
+    #[arg(long, env = "RELAY_BATCH_SIZE", default_value_t = 1_000)]
+    batch_size: usize,
+    /// The most messages waiting for an acknowledgement
+    #[arg(long, env = "RELAY_MAX_IN_FLIGHT", default_value_t = 1_024)]
+    max_in_flight: usize,
+    /// How long a claim is trusted without being renewed
+    #[arg(long, env = "RELAY_LEASE", default_value = "30s", value_parser = humantime::parse_duration)]
+    lease: Duration,
+    /// How often leases are renewed
+    #[arg(long, env = "RELAY_RENEW_EVERY", default_value = "10s", value_parser = humantime::parse_duration)]
+    renew_every: Duration,
+    /// How long one publish may take
+    #[arg(long, env = "RELAY_PUBLISH_TIMEOUT", default_value = "5s", value_parser = humantime::parse_duration)]
+    publish_timeout: Duration,
+    /// How often to look for messages when there are few
+    #[arg(long, env = "RELAY_POLL_EVERY", default_value = "1s", value_parser = humantime::parse_duration)]
+    poll_every: Duration,
+    /// How often to look for claims whose lease is over
+    #[arg(long, env = "RELAY_SWEEP_EVERY", default_value = "5s", value_parser = humantime::parse_duration)]
+    sweep_every: Duration,
+    /// How often a message is tried before it fails
+    #[arg(long, env = "RELAY_MAX_ATTEMPTS", default_value_t = 5)]
+    max_attempts: u32,
+    /// How long to wait for messages in flight when stopping
+    #[arg(long, env = "RELAY_GRACE", default_value = "10s", value_parser = humantime::parse_duration)]
+    grace: Duration,
+    /// What to log: error, warn, info, debug, or a filter of tracing
+    #[arg(long, env = "RUST_LOG", default_value = "info")]
+    log: String,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Strategy {
+    /// Pass over rows that another relay is claiming
+    SkipLocked,
+    /// No row locks: compare versions, and lose a race now and then
+    Optimistic,
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_env_filter(&arguments.log)
+        .with_target(false)
+        .init();
+    match run(arguments).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run(arguments: Arguments) -> Result<(), String> {
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
+    let starting = start(&arguments);
+    let relays = tokio::select! {
+        relays = starting => relays?,
+        _ = interrupt.recv() => return Ok(()),
+        _ = terminate.recv() => return Ok(()),
+    };
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
+        // None ends unless something is wrong that waiting does not mend.
+        ended = relays[0].wait() => { ended.map_err(|error| error.to_string())?; }
+    }
+    for stopping in &relays {
+        println!("{}", stopping.shutdown().await.map_err(|error| error.to_string())?);
+    }
+    Ok(())
+}
+
+async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
+    let db = connect(&arguments.database_url).await?;
+    if arguments.migrate {
+        Migrator::up(&db, None).await.map_err(|error| format!("the migration failed: {error}"))?;
+    }
+    let store = Store::new(db.clone()).map_err(|error| error.to_string())?;
+    store.check_table().await.map_err(|error| format!("{error}, or start with --migrate"))?;
+    let client = async_nats::ConnectOptions::new()
+        .name("sea-orm-outbox")
+        .ping_interval(Duration::from_secs(10))
+        .connect(&arguments.nats_url)
+        .await
+        .map_err(|error| format!("cannot connect to NATS ({}): {error}", place(&arguments.nats_url)))?;
+    if let Some(stream) = &arguments.stream {
+        jetstream::new(client.clone()).get_stream(stream).await.map_err(|error| {
+            format!("the stream {stream} cannot be used: {error}; create it with `nats stream add {stream}`")
+        })?;
+    }
+    (1..=arguments.workers)
+        .map(|worker| {
+            let publisher = match (&arguments.stream, arguments.core) {
+                (_, true) => NatsPublisher::core(client.clone()),
+                (None, _) => NatsPublisher::jetstream(client.clone()),
+                (Some(stream), _) => NatsPublisher::jetstream(client.clone()).with_expected_stream(stream),
+            };
+            relay(arguments, worker, &db, publisher)
+        })
+        .collect()
+}
+
+fn relay(
+    arguments: &Arguments,
+    worker: u16,
+    db: &DatabaseConnection,
+    publisher: NatsPublisher,
+) -> Result<RelayHandle, String> {
+    // The server's answer has to come before the relay gives up, so that an outage is known as one.
+    let publisher = publisher.with_ack_timeout(arguments.publish_timeout.mul_f64(0.8));
+    let mut builder = Relay::builder(db.clone(), publisher)
+        .strategy(match arguments.strategy {
+            Strategy::SkipLocked => ClaimStrategy::SkipLocked,
+            Strategy::Optimistic => ClaimStrategy::Optimistic,
+        })
+        .batch_size(arguments.batch_size)
+        .max_in_flight(arguments.max_in_flight)
+        .lease(arguments.lease)
+        .renew_every(arguments.renew_every)
+        .publish_timeout(arguments.publish_timeout)
+        .poll_every(arguments.poll_every)
+        .sweep_every(arguments.sweep_every)
+        .grace(arguments.grace)
+        .retry(RetryPolicy::default().with_max_attempts(arguments.max_attempts));
+    if let Some(name) = &arguments.name {
+        builder = builder.name(format!("{name}-{worker}"));
+    }
+    Ok(builder.build().map_err(|error| error.to_string())?.spawn())
+}
+
+async fn connect(url: &str) -> Result<DatabaseConnection, String> {
+    if !["postgres://", "postgresql://", "sqlite:"].iter().any(|scheme| url.starts_with(scheme)) {
+        return Err("the database URL must begin with postgres:// or sqlite:".to_owned());
+    }
+    let mut options = ConnectOptions::new(url);
+    options.sqlx_logging(false).acquire_timeout(Duration::from_secs(5));
+    Database::connect(options).await.map_err(|error| {
+        format!(
+            "cannot connect to the database ({}): {error}; are server, name and password right?",
+            place(url)
+        )
+    })
+}
+
+/// A URL without what must not be printed.
+fn place(url: &str) -> &str {
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let rest = rest.rsplit_once('@').map_or(rest, |(_, rest)| rest);
+    rest.split_once('?').map_or(rest, |(rest, _)| rest)
+}
