@@ -8,7 +8,7 @@
 //! It logs to standard error what happens, stops cleanly on Ctrl-C and SIGTERM, prints what it did, and exits
 //! with 0; with 1 when it could not start, with 2 when its arguments make no sense.
 
-use std::{process::ExitCode, time::Duration};
+use std::{io::IsTerminal, process::ExitCode, time::Duration};
 
 use async_nats::jetstream;
 use clap::{Parser, ValueEnum};
@@ -94,6 +94,7 @@ async fn main() -> ExitCode {
     let arguments = Arguments::parse();
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_env_filter(&arguments.log)
         .with_target(false)
         .init();
