@@ -1,5 +1,24 @@
-//! The transactional outbox for SeaORM.
+//! The transactional outbox for SeaORM, relayed to NATS by optimistic locking.
+//!
+//! A service writes its business row and a message in one SeaORM transaction ([`Outbox`]). Any number of relays
+//! ([`Relay`]) move the messages to a broker ([`Publisher`], [`NatsPublisher`]). Who may publish a row is decided by
+//! its version: a relay claims rows with `UPDATE … WHERE id = ? AND version = ?`, ends that short transaction,
+//! publishes with no lock held, and settles under the version that the claim gave it. The same optimistic locking is
+//! there for your own entities ([`Versioned`]).
+//!
+//! The [`README`](https://docs.rs/crate/sea-orm-outbox) has the example to begin with. On from there:
+//!
+//! - [what is guaranteed, and what is not](docs::guarantees)
+//! - [the life cycle of a message](docs::lifecycle)
+//! - [operations: before going live, settings, symptoms](docs::operations)
+//! - [testing your service](docs::testing)
+//!
+//! # Features
+//!
+//! `postgres`, `sqlite` and `nats` are on by default; `mysql` (for [`Versioned`] only, the outbox does not support it
+//! yet), `migration` (the migrations as a module), `testing` (a publisher that records).
 
+pub mod docs;
 pub mod lifecycle;
 pub mod message;
 mod outbox;
