@@ -92,7 +92,11 @@ impl<P: Publisher> Dispatcher<'_, P> {
         let needed = Instant::now() + self.shared.settings.publish_timeout;
         match self.shared.held.trusted_until(claim.fence()) {
             // A renewal found that it belongs to somebody else.
-            None => return None,
+            None => {
+                tracing::debug!(id = claim.fence().id, "lost before it was published");
+                add(&self.shared.counters.lost, 1);
+                return None;
+            }
             // The lease might end while the publish is in flight: it could not be renewed for a while.
             Some(until) if until < needed => {
                 self.settle(claim, Outcome::Unused).await;

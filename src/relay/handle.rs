@@ -44,9 +44,8 @@ impl RelayHandle {
     pub async fn wait(&self) -> Result<Report, RelayError> {
         let mut ended = self.ended.clone();
         match ended.wait_for(Option::is_some).await {
-            Ok(result) => result.clone().unwrap_or_else(|| Ok(Report::default())),
-            // The runtime was shut down under it.
-            Err(_) => Ok(Report::default()),
+            Ok(result) => result.clone().unwrap_or(Err(RelayError::Gone)),
+            Err(_) => Err(RelayError::Gone),
         }
     }
 }

@@ -79,6 +79,9 @@ pub enum RelayError {
     /// A task of the relay panicked: a bug. Rows it held go back with the sweep.
     #[error("a task of the relay ended unexpectedly: {0}")]
     Task(Arc<JoinError>),
+    /// The runtime was shut down under it. Rows it held go back with the sweep.
+    #[error("the relay is gone: its runtime was shut down")]
+    Gone,
 }
 
 /// What the tasks of a relay share.

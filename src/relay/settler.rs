@@ -141,12 +141,19 @@ impl<P: Publisher> Settler<P> {
     }
 
     fn failed(&mut self, error: &StoreError) {
-        if self.failures == 0 {
-            tracing::warn!(%error, "cannot settle; the relay waits for the database");
-        }
-        self.failures = self.failures.saturating_add(1);
+        let pause = if let StoreError::Contention(error) = error {
+            // Such things happen between transactions; it is no failure of the database.
+            tracing::debug!(%error, "cannot settle now");
+            Duration::from_millis(fastrand::u64(1..20))
+        } else {
+            if self.failures == 0 {
+                tracing::warn!(%error, "cannot settle; the relay waits for the database");
+            }
+            self.failures = self.failures.saturating_add(1);
+            pace().delay(self.failures, fastrand::f64())
+        };
         if !self.batch.is_empty() {
-            self.write_at = Some(Instant::now() + pace().delay(self.failures, fastrand::f64()));
+            self.write_at = Some(Instant::now() + pause);
         }
     }
 

@@ -33,6 +33,8 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>) {
                     tracing::info!(rows = swept, "swept stale claims");
                 }
             }
+            // Somebody else is sweeping, or settling.
+            Err(StoreError::Contention(error)) => tracing::debug!(%error, "cannot sweep now"),
             Err(error) => {
                 if !failed {
                     tracing::warn!(%error, "cannot sweep; the relay waits for the database");

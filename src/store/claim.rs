@@ -128,13 +128,7 @@ impl Store {
     ) -> Result<Claimed, StoreError> {
         let claimed = match strategy {
             ClaimStrategy::SkipLocked => self.claim_skip_locked(pick, limit, claimed_by, lease).await,
-            ClaimStrategy::Optimistic => {
-                let candidates = self.candidates(pick, limit).await?;
-                self.claim_candidates(&candidates, claimed_by, lease).await.map(|mut claimed| {
-                    claimed.more = candidates.len() as u64 >= limit;
-                    claimed
-                })
-            }
+            ClaimStrategy::Optimistic => self.claim_optimistic(pick, limit, claimed_by, lease).await,
         };
         match claimed {
             // Whoever was in the way has them.
@@ -212,6 +206,19 @@ impl Store {
         let mut claimed = self.run_claim(sql, values, lease).await?;
         let won = claimed.claims.len() + claimed.unreadable.len();
         claimed.lost_races = (candidates.len() - won) as u64;
+        Ok(claimed)
+    }
+
+    async fn claim_optimistic(
+        &self,
+        pick: Pick,
+        limit: u64,
+        claimed_by: &str,
+        lease: Duration,
+    ) -> Result<Claimed, StoreError> {
+        let candidates = self.candidates(pick, limit).await?;
+        let mut claimed = self.claim_candidates(&candidates, claimed_by, lease).await?;
+        claimed.more = candidates.len() as u64 >= limit;
         Ok(claimed)
     }
 

@@ -9,7 +9,7 @@ use crate::support::{
     Kind, TestDatabase, eventually, eventually_within,
     nats::TestStream,
     on_database, on_each_database,
-    process::{Behaviour, RelayProcess},
+    process::{Behaviour, LONG_LEASE, RelayProcess, SHORT_LEASE},
     rows::{count, enqueue, row, rows},
 };
 
@@ -41,7 +41,8 @@ async fn until_sent(database: &TestDatabase, expected: usize) {
 async fn before_publish(database: TestDatabase) {
     let stream = TestStream::create().await;
     enqueue(&database.db, &stream.topic("x"), 10).await;
-    let mut killed = RelayProcess::start(&database, &stream, Behaviour::HoldBeforePublish, 1).await;
+    let mut killed =
+        RelayProcess::start(&database, &stream, Behaviour::HoldBeforePublish, 1, SHORT_LEASE).await;
     for _ in 0..10 {
         killed.says("holding").await;
     }
@@ -49,7 +50,7 @@ async fn before_publish(database: TestDatabase) {
     assert_eq!(count(&database.db, Status::Processing).await, 10);
     assert_eq!(stream.count().await, 0);
 
-    let heir = RelayProcess::start(&database, &stream, Behaviour::Publish, 1).await;
+    let heir = RelayProcess::start(&database, &stream, Behaviour::Publish, 1, SHORT_LEASE).await;
     until_sent(&database, 10).await;
     let report = heir.stop().await.remove(0);
     assert!(report.contains("sent 10 (0 duplicates)") && report.contains("swept 10"), "{report}");
@@ -60,7 +61,7 @@ async fn before_publish(database: TestDatabase) {
 async fn before_settle(database: TestDatabase) {
     let stream = TestStream::create().await;
     enqueue(&database.db, &stream.topic("x"), 10).await;
-    let mut killed = RelayProcess::start(&database, &stream, Behaviour::HoldAfterAck, 1).await;
+    let mut killed = RelayProcess::start(&database, &stream, Behaviour::HoldAfterAck, 1, SHORT_LEASE).await;
     for _ in 0..10 {
         killed.says("acknowledged").await;
     }
@@ -68,7 +69,7 @@ async fn before_settle(database: TestDatabase) {
     assert_eq!(count(&database.db, Status::Sent).await, 0);
     assert_eq!(stream.count().await, 10);
 
-    let heir = RelayProcess::start(&database, &stream, Behaviour::Publish, 1).await;
+    let heir = RelayProcess::start(&database, &stream, Behaviour::Publish, 1, SHORT_LEASE).await;
     until_sent(&database, 10).await;
     let report = heir.stop().await.remove(0);
     assert!(report.contains("sent 10 (10 duplicates)"), "{report}");
@@ -80,10 +81,10 @@ async fn before_settle(database: TestDatabase) {
 async fn frozen(database: TestDatabase) {
     let stream = TestStream::create().await;
     enqueue(&database.db, &stream.topic("x"), 1).await;
-    let mut sleeper = RelayProcess::start(&database, &stream, Behaviour::Hesitate, 1).await;
+    let mut sleeper = RelayProcess::start(&database, &stream, Behaviour::Hesitate, 1, SHORT_LEASE).await;
     sleeper.says("holding").await;
     sleeper.freeze();
-    let other = RelayProcess::start(&database, &stream, Behaviour::Publish, 1).await;
+    let other = RelayProcess::start(&database, &stream, Behaviour::Publish, 1, SHORT_LEASE).await;
     until_sent(&database, 1).await;
     let before = row(&database.db).await;
     assert_eq!(before.attempts, 2);
@@ -106,7 +107,7 @@ async fn killer(database: TestDatabase) {
     enqueue(&database.db, &topic, 249).await;
 
     let mut deaths = 0;
-    let mut process = RelayProcess::start(&database, &stream, Behaviour::DieOfKiller, 1).await;
+    let mut process = RelayProcess::start(&database, &stream, Behaviour::DieOfKiller, 1, SHORT_LEASE).await;
     let done = |rows: &[_]| {
         rows.iter().all(|row: &sea_orm_outbox::entity::outbox_message::Model| row.status.is_finished())
     };
@@ -115,7 +116,7 @@ async fn killer(database: TestDatabase) {
         if process.ended().is_some() {
             deaths += 1;
             assert!(deaths <= 5, "it dies more often than a message has attempts");
-            process = RelayProcess::start(&database, &stream, Behaviour::DieOfKiller, 1).await;
+            process = RelayProcess::start(&database, &stream, Behaviour::DieOfKiller, 1, SHORT_LEASE).await;
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -134,8 +135,8 @@ async fn ten_thousand(database: TestDatabase) {
     const MESSAGES: usize = 10_000;
     let stream = TestStream::create().await;
     let topic = stream.topic("x");
-    let first = RelayProcess::start(&database, &stream, Behaviour::Publish, 4).await;
-    let second = RelayProcess::start(&database, &stream, Behaviour::Publish, 4).await;
+    let first = RelayProcess::start(&database, &stream, Behaviour::Publish, 4, LONG_LEASE).await;
+    let second = RelayProcess::start(&database, &stream, Behaviour::Publish, 4, LONG_LEASE).await;
     for _ in 0..10 {
         enqueue(&database.db, &topic, MESSAGES / 10).await;
     }

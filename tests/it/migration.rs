@@ -19,6 +19,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     tests.extend(on_each_database("migration::an_application_appends_the_list_to_its_own", appended));
     tests.extend(on_each_database("migration::three_processes_at_once_work", at_once));
     tests.extend(on_each_database("migration::hand_written_rows_get_defaults_that_work", hand_written));
+    tests.extend(on_each_database("migration::rows_that_no_relay_could_handle_are_refused", refused));
     tests
 }
 
@@ -97,4 +98,41 @@ async fn hand_written(database: TestDatabase) {
         assert!((0.0..10.0).contains(&apart.as_seconds_f64()), "{apart}");
     }
     assert_eq!(claim(&store(db), 10, LEASE).await.claims.len(), 2, "both are due");
+}
+
+async fn refused(database: TestDatabase) {
+    let db = &database.db;
+    enqueue(db, "t", 1).await;
+    for change in [
+        "status = 'LOST'",
+        "version = -1",
+        "attempts = -1",
+        "requeues = -1",
+        "headers = '[]'",
+        "headers = 'nothing'",
+        "available_at = NULL",
+        "status = 'SENT'",
+        "status = 'PROCESSING'",
+        "lease_until = available_at",
+        "status = 'SENT', available_at = NULL",
+        "status = 'FAILED', available_at = NULL, sent_at = created_at",
+        "payload = NULL",
+    ] {
+        let update = format!("UPDATE outbox_message SET {change}");
+        assert!(db.execute_unprepared(&update).await.is_err(), "{change}");
+    }
+    // SQLite has no types of its own for these.
+    if database.kind == Kind::Sqlite {
+        for change in [
+            "attempts = 'many'",
+            "message_id = x'00'",
+            "payload = 'text'",
+            "available_at = CURRENT_TIMESTAMP",
+            "available_at = 0",
+        ] {
+            let update = format!("UPDATE outbox_message SET {change}");
+            assert!(db.execute_unprepared(&update).await.is_err(), "{change}");
+        }
+    }
+    assert_eq!(rows(db).await.len(), 1);
 }

@@ -21,9 +21,13 @@ const ROLE: &str = "OUTBOX_TEST_ROLE";
 const DATABASE: &str = "OUTBOX_TEST_DATABASE";
 const NATS: &str = "OUTBOX_TEST_NATS";
 const RELAYS: &str = "OUTBOX_TEST_RELAYS";
+const LEASE_MS: &str = "OUTBOX_TEST_LEASE_MS";
 
-/// How long the claims of a process are trusted: as long as a test has to wait after a kill.
+/// A lease that a test can wait out after a kill.
 pub(crate) const SHORT_LEASE: Duration = Duration::from_millis(1_500);
+
+/// A lease that no working relay lets end, however busy the machine is.
+pub(crate) const LONG_LEASE: Duration = Duration::from_secs(60);
 
 /// What the publisher of a process does besides publishing. Each says on standard output what it is at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,22 +56,23 @@ const ALL: [Behaviour; 5] = [
 pub(crate) fn play_role() -> bool {
     let Ok(role) = env::var(ROLE) else { return false };
     let behaviour = ALL.into_iter().find(|b| format!("{b:?}") == role).expect("the role is known");
-    let number = env::var(RELAYS).expect("the number is set").parse().expect("the number is one");
-    super::runtime().block_on(relay(behaviour, number));
+    let number = |name| env::var(name).expect("the number is set").parse().expect("the number is one");
+    let lease = Duration::from_millis(number(LEASE_MS));
+    super::runtime().block_on(relay(behaviour, number(RELAYS), lease));
     true
 }
 
 /// Relays until standard input ends, then stops and prints each report.
-async fn relay(behaviour: Behaviour, number: usize) {
+async fn relay(behaviour: Behaviour, number: u64, lease: Duration) {
     let db = database::connect(&env::var(DATABASE).expect("the database is set")).await;
     let client = super::nats::connect(&env::var(NATS).expect("the server is set")).await;
     let relays: Vec<_> = (0..number)
         .map(|_| {
             let publisher = Scripted { behaviour, inner: NatsPublisher::jetstream(client.clone()) };
             Relay::builder(db.clone(), publisher)
-                .lease(SHORT_LEASE)
-                .publish_timeout(Duration::from_millis(1_000))
-                .renew_every(Duration::from_millis(300))
+                .lease(lease)
+                .publish_timeout(lease * 2 / 3)
+                .renew_every(lease / 5)
                 .sweep_every(Duration::from_millis(200))
                 .poll_every(Duration::from_millis(50))
                 .retry(RetryPolicy::default().with_initial_delay(Duration::from_millis(50)))
@@ -127,6 +132,7 @@ impl RelayProcess {
         stream: &TestStream,
         behaviour: Behaviour,
         relays: usize,
+        lease: Duration,
     ) -> Self {
         let mut command = Command::new(env::current_exe().expect("this program has a path"));
         command
@@ -134,6 +140,7 @@ impl RelayProcess {
             .env(DATABASE, &database.url)
             .env(NATS, &stream.url)
             .env(RELAYS, relays.to_string())
+            .env(LEASE_MS, lease.as_millis().to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
         let mut child =
