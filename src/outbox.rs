@@ -179,24 +179,28 @@ async fn insert<C: ConnectionTrait>(
     // Once is the rule. A row that was there may be deleted before it can be compared; then it is our turn
     // again.
     for _ in 0..3 {
-        let mut conflicts = HashSet::new();
+        let mut vanished = HashSet::new();
         for batch in batches(&rest) {
-            conflicts.extend(store::insert(db, dialect, batch, ids_may_exist).await?);
-        }
-        rest.retain(|row| conflicts.contains(&row.message.id()));
-        if rest.is_empty() {
-            return Ok(existing);
-        }
-        for stored in store::stored(db, &conflicts).await? {
-            let id = MessageId::from(stored.message_id);
-            if let Some(place) = rest.iter().position(|row| row.message.id() == id) {
-                same_content(&rest.swap_remove(place).message, &stored.into())?;
-                existing.insert(id);
+            let mut conflicts = store::insert(db, dialect, batch, ids_may_exist).await?;
+            if conflicts.is_empty() {
+                continue;
             }
+            let given: HashMap<MessageId, &Message> =
+                batch.iter().map(|row| (row.message.id(), &row.message)).collect();
+            for stored in store::stored(db, &conflicts).await? {
+                let stored = Message::from(stored);
+                if let Some(given) = given.get(&stored.id()) {
+                    same_content(given, &stored)?;
+                    conflicts.remove(&stored.id());
+                    existing.insert(stored.id());
+                }
+            }
+            vanished.extend(conflicts);
         }
-        if rest.is_empty() {
+        if vanished.is_empty() {
             return Ok(existing);
         }
+        rest.retain(|row| vanished.contains(&row.message.id()));
     }
     let message = "a message with the same id was enqueued and deleted again, three times over";
     Err(EnqueueError::Database(DbErr::Custom(message.to_owned())))

@@ -22,12 +22,13 @@ pub enum Outcome {
     Transient(String),
     /// It can never succeed: too large, refused for its form, not readable.
     Permanent(String),
-    /// The destination is not set up. It rests for the given time, and no attempt is spent.
-    Configuration {
-        /// What is missing.
+    /// It is not the message's fault, and trying at once would not help: its destination is not set up, say.
+    /// It is put off, and no attempt is spent.
+    Postponed {
+        /// What it waits for.
         reason: String,
-        /// How long the message rests.
-        rest: Duration,
+        /// For how long.
+        delay: Duration,
     },
     /// It was not used: shutdown, or the broker is away. No attempt is spent.
     Unused,
@@ -88,7 +89,7 @@ pub fn settle(attempts: u32, outcome: Outcome, policy: &RetryPolicy, random: f64
         Outcome::Transient(error) | Outcome::Permanent(error) => {
             Transition::new(Arrow::Fail, None, Some(error))
         }
-        Outcome::Configuration { reason, rest } => Transition::new(Arrow::Release, Some(rest), Some(reason)),
+        Outcome::Postponed { reason, delay } => Transition::new(Arrow::Release, Some(delay), Some(reason)),
         Outcome::Unused => Transition::new(Arrow::Release, None, None),
     }
 }
@@ -145,14 +146,14 @@ mod tests {
 
     #[test]
     fn only_a_release_refunds_the_attempt() {
-        let rest = Duration::from_secs(30);
+        let delay = Duration::from_secs(30);
         for attempts in [1, 5] {
             let unused = settle(attempts, Outcome::Unused, &POLICY(), 0.0);
             assert_eq!(unused, Transition::new(Arrow::Release, None, None));
             assert!(unused.refunds_attempt());
-            let configuration = Outcome::Configuration { reason: "x".into(), rest };
-            let resting = settle(attempts, configuration, &POLICY(), 0.0);
-            assert_eq!(resting, Transition::new(Arrow::Release, Some(rest), Some("x".into())));
+            let postponed = Outcome::Postponed { reason: "x".into(), delay };
+            let postponed = settle(attempts, postponed, &POLICY(), 0.0);
+            assert_eq!(postponed, Transition::new(Arrow::Release, Some(delay), Some("x".into())));
         }
         assert!(!settle(1, Outcome::Transient("x".into()), &POLICY(), 0.0).refunds_attempt());
     }

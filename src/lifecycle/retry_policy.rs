@@ -92,8 +92,9 @@ impl RetryPolicy {
             .and_then(|factor| self.initial_delay.checked_mul(factor))
             .unwrap_or(self.max_delay)
             .min(self.max_delay);
-        let kept = 1.0 - self.jitter.clamp(0.0, 1.0) * random.clamp(0.0, 1.0);
-        doubled.mul_f64(kept).min(self.max_delay)
+        let part = |number: f64| if number.is_nan() { 0.0 } else { number.clamp(0.0, 1.0) };
+        let kept = 1.0 - part(self.jitter) * part(random);
+        Duration::try_from_secs_f64(doubled.as_secs_f64() * kept).map_or(doubled, |delay| delay.min(doubled))
     }
 
     /// The first setting that makes no sense, with its value and what it must be.
@@ -141,9 +142,12 @@ mod tests {
     #[test]
     fn no_number_overflows() {
         for attempts in [0, 1, 31, 32, 33, 64, u32::MAX] {
-            for random in [f64::NEG_INFINITY, -1.0, 0.0, 0.5, 1.0, 2.0, f64::INFINITY] {
+            for random in [f64::NEG_INFINITY, -1.0, 0.0, 0.5, 1.0, 2.0, f64::INFINITY, f64::NAN] {
                 for max in [Duration::ZERO, Duration::from_secs(1), Duration::MAX] {
-                    let policy = RetryPolicy::default().with_initial_delay(Duration::MAX).with_max_delay(max);
+                    let policy = RetryPolicy::default()
+                        .with_initial_delay(Duration::MAX)
+                        .with_max_delay(max)
+                        .with_jitter(random);
                     assert!(policy.delay(attempts, random) <= max);
                 }
             }

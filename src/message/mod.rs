@@ -12,7 +12,7 @@ pub use message_id::MessageId;
 pub use new_message::NewMessage;
 pub use validate::InvalidMessage;
 
-pub(crate) use validate::{DEFAULT_MAX_MESSAGE_BYTES, validate};
+pub(crate) use validate::{DEFAULT_MAX_MESSAGE_BYTES, validate, validate_topic};
 
 /// The name of each header that a message brings along, besides those of its own.
 pub mod header {
@@ -103,14 +103,17 @@ impl Message {
     }
 
     /// What the message takes of a NATS server's `max_payload`: headers count as well as the payload.
-    ///
-    /// A header block is the line `NATS/1.0`, one line for each header, and an empty line; each ends
-    /// with two bytes (NATS client protocol, `HPUB`).
     pub fn wire_size(&self) -> usize {
+        self.wire_header_size() + self.payload.len()
+    }
+
+    /// The bytes of the header block: the line `NATS/1.0`, one line for each header, and an empty line; each ends
+    /// with two bytes (NATS client protocol, `HPUB`).
+    pub(crate) fn wire_header_size(&self) -> usize {
         let headers: usize = self
             .wire_headers()
             .map(|(name, value)| name.len() + ": ".len() + value.len() + "\r\n".len())
             .sum();
-        "NATS/1.0\r\n".len() + headers + "\r\n".len() + self.payload.len()
+        "NATS/1.0\r\n".len() + headers + "\r\n".len()
     }
 }

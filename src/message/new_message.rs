@@ -29,7 +29,7 @@ use super::{Message, MessageId};
 #[must_use = "a message does nothing until it is enqueued"]
 pub struct NewMessage {
     message: Message,
-    id_is_given: bool,
+    id: Option<MessageId>,
     delay: Duration,
 }
 
@@ -53,7 +53,8 @@ impl NewMessage {
     ) -> Self {
         Self {
             message: Message {
-                id: MessageId::new(),
+                // Made when it is enqueued: a clone is another message.
+                id: MessageId::from(Uuid::nil()),
                 topic: topic.into(),
                 aggregate: None,
                 ordering_key: None,
@@ -62,7 +63,7 @@ impl NewMessage {
                 headers: BTreeMap::new(),
                 payload: payload.into(),
             },
-            id_is_given: false,
+            id: None,
             delay: Duration::ZERO,
         }
     }
@@ -79,6 +80,7 @@ impl NewMessage {
     /// Messages with the same key are published in the order they were enqueued, where the relay is
     /// told to keep it.
     pub fn ordering_key(mut self, key: impl Into<String>) -> Self {
+        self.message.id = self.id.unwrap_or_default();
         self.message.ordering_key = Some(key.into());
         self
     }
@@ -104,13 +106,13 @@ impl NewMessage {
     /// An id of your own, for example of a [name](MessageId::from_name): enqueueing the same id with
     /// the same content again is one message as long as its row exists.
     pub fn message_id(mut self, id: impl Into<MessageId>) -> Self {
-        self.message.id = id.into();
-        self.id_is_given = true;
+        self.id = Some(id.into());
         self
     }
 
-    /// The message as a publisher will get it.
+    /// The message as a publisher will get it, with a new id unless one was given.
     pub fn into_message(mut self) -> Message {
+        self.message.id = self.id.unwrap_or_default();
         self.message.ordering_key = self
             .message
             .ordering_key
@@ -120,7 +122,7 @@ impl NewMessage {
     }
 
     pub(crate) fn id_is_given(&self) -> bool {
-        self.id_is_given
+        self.id.is_some()
     }
 
     pub(crate) fn due_after(&self) -> Duration {

@@ -7,6 +7,9 @@ use super::{Message, header};
 /// What a NATS server takes unless its `max_payload` says otherwise: 1 MiB, headers included.
 pub(crate) const DEFAULT_MAX_MESSAGE_BYTES: usize = 1024 * 1024;
 
+/// The most that JetStream takes as headers, whatever its `max_payload` (its error 10097).
+const MAX_HEADER_BYTES: usize = 65_535;
+
 const MAX_DELAY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
 
 /// Why a message was refused. Nothing was written.
@@ -68,6 +71,16 @@ pub enum InvalidMessage {
         /// How many it may have.
         limit: usize,
     },
+    /// JetStream would not take the headers.
+    #[error(
+        "the headers have {size} bytes together, more than {limit}, which is the most that JetStream takes"
+    )]
+    HeadersTooLarge {
+        /// How many bytes they have.
+        size: usize,
+        /// How many they may have.
+        limit: usize,
+    },
     /// The delay is more than 100 years.
     #[error("the delay of {delay:?} is longer than 100 years")]
     DelayTooLong {
@@ -77,7 +90,7 @@ pub enum InvalidMessage {
 }
 
 pub(crate) fn validate(message: &Message, delay: Duration, max_bytes: usize) -> Result<(), InvalidMessage> {
-    topic(&message.topic)?;
+    validate_topic(&message.topic)?;
     text("content type", &message.content_type, 100)?;
     for (field, value, limit) in [
         ("aggregate type", message.aggregate_type(), 100),
@@ -93,6 +106,10 @@ pub(crate) fn validate(message: &Message, delay: Duration, max_bytes: usize) -> 
         header_name(name)?;
         no_control_character(&format!("header {name}"), value)?;
     }
+    let size = message.wire_header_size();
+    if size > MAX_HEADER_BYTES {
+        return Err(InvalidMessage::HeadersTooLarge { size, limit: MAX_HEADER_BYTES });
+    }
     let size = message.wire_size();
     if size > max_bytes {
         return Err(InvalidMessage::TooLarge { size, limit: max_bytes });
@@ -103,7 +120,8 @@ pub(crate) fn validate(message: &Message, delay: Duration, max_bytes: usize) -> 
     Ok(())
 }
 
-fn topic(topic: &str) -> Result<(), InvalidMessage> {
+/// That a topic can be a NATS subject which a message is published to.
+pub(crate) fn validate_topic(topic: &str) -> Result<(), InvalidMessage> {
     let refuse = |reason| Err(InvalidMessage::Topic { topic: topic.to_owned(), reason });
     if topic.is_empty() {
         return refuse("is empty");
@@ -253,6 +271,16 @@ mod tests {
                 limit: DEFAULT_MAX_MESSAGE_BYTES
             })
         );
+    }
+
+    #[test]
+    fn headers_have_a_limit_of_their_own() {
+        let with = |bytes: usize| on("t").header("x", "y".repeat(bytes));
+        let overhead = with(0).into_message().wire_header_size();
+        assert_eq!(check(with(MAX_HEADER_BYTES - overhead)), Ok(()));
+        let limit = MAX_HEADER_BYTES;
+        let refused = Err(InvalidMessage::HeadersTooLarge { size: limit + 1, limit });
+        assert_eq!(check(with(limit - overhead + 1)), refused);
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub enum PublishErrorKind {
 pub struct PublishError {
     kind: PublishErrorKind,
     reason: String,
+    connection_lost: bool,
     #[source]
     source: Option<Box<dyn Error + Send + Sync>>,
 }
@@ -46,11 +47,22 @@ impl PublishError {
         Self::new(PublishErrorKind::Unavailable, reason)
     }
 
+    /// The connection to the broker broke while the message was in flight: the broker is away, and it may be
+    /// because of this message. If no other was in flight beside it, the attempt is spent.
+    pub fn connection_lost(reason: impl Into<String>) -> Self {
+        Self { connection_lost: true, ..Self::new(PublishErrorKind::Unavailable, reason) }
+    }
+
     /// The error that caused this one.
     #[must_use]
     pub fn with_source(mut self, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         self.source = Some(source.into());
         self
+    }
+
+    /// Whether the connection broke while the message was in flight.
+    pub fn is_connection_lost(&self) -> bool {
+        self.connection_lost
     }
 
     /// What kind it is.
@@ -59,6 +71,6 @@ impl PublishError {
     }
 
     fn new(kind: PublishErrorKind, reason: impl Into<String>) -> Self {
-        Self { kind, reason: reason.into(), source: None }
+        Self { kind, reason: reason.into(), connection_lost: false, source: None }
     }
 }

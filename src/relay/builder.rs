@@ -29,6 +29,14 @@ pub(super) struct Settings {
     pub(super) retry: RetryPolicy,
 }
 
+impl Settings {
+    /// The most rows that a relay holds: in flight, in the batch that is being dispatched, in the queue, and in
+    /// the claim under way.
+    pub(super) fn most_held(&self) -> usize {
+        self.batch_size * (self.queued_batches + 2) + self.max_in_flight
+    }
+}
+
 /// Makes a [`Relay`]; [`build`](Self::build) refuses settings that cannot be safe.
 #[must_use = "a builder does nothing until it builds"]
 pub struct RelayBuilder<P> {

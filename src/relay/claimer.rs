@@ -1,10 +1,6 @@
 //! Wins batches of rows, as long as there is room for them.
 
-use std::{
-    future::Future,
-    sync::{Arc, atomic::Ordering},
-    time::Duration,
-};
+use std::{future::Future, sync::Arc, time::Duration};
 
 use tokio::{
     sync::mpsc::{Permit, Sender},
@@ -14,7 +10,7 @@ use tokio::{
 use super::{Shared, gate::Passage, jittered, pace, report::add};
 use crate::{
     publisher::Publisher,
-    store::{Claim, ClaimStrategy, Pick, Settlement},
+    store::{Claim, Claimed, Fence, Settlement, StoreError},
 };
 
 /// How long suspects, which are published one at a time, may keep the others waiting; and the others them.
@@ -25,30 +21,24 @@ pub(super) async fn run<P: Publisher>(
     to_dispatcher: Sender<Vec<Claim>>,
     to_settler: Sender<Settlement>,
 ) {
-    let mut claimer = Claimer { shared, to_settler, batches: 0, failures: 0 };
+    let rows = shared.settings.batch_size;
+    let mut claimer = Claimer { shared, to_settler, rows, batches: 0, failures: 0 };
     let mut suspects_after = Instant::now();
     // Ends when told to stop; a claim that is under way is always seen through.
-    while let Some(room) = claimer.unless_stopped(to_dispatcher.reserve()).await {
-        let Ok(room) = room else { return };
-        let Some(passage) = claimer.passage().await else { return };
-        if passage == Passage::Free
-            && Instant::now() >= suspects_after
-            && claimer.shared.suspects.load(Ordering::Relaxed)
-        {
-            drop(room);
-            claimer.suspects(&to_dispatcher).await;
-            suspects_after = Instant::now() + SUSPECTS_TURN;
-            continue;
-        }
-        let rows = if passage == Passage::One { 1 } else { claimer.shared.settings.batch_size };
-        let next = claimer.claim(Pick::Ordinary, rows, room).await;
-        if passage == Passage::One {
-            // Only its outcome says whether more may follow.
-            claimer.alone().await;
-        }
+    while let Some(passage) = claimer.passage().await {
+        let Some(Ok(room)) = claimer.unless_stopped(to_dispatcher.reserve()).await else { return };
+        let next = match passage {
+            Passage::One => claimer.probe(room).await,
+            Passage::Free if Instant::now() >= suspects_after && claimer.shared.suspects.any() => {
+                drop(room);
+                claimer.suspects(&to_dispatcher).await;
+                suspects_after = Instant::now() + SUSPECTS_TURN;
+                Next::AtOnce
+            }
+            Passage::Free => claimer.claim(claimer.rows, room).await,
+        };
         let pause = match next {
-            Next::AtOnce if passage == Passage::Free => continue,
-            Next::AtOnce => Duration::ZERO,
+            Next::AtOnce => continue,
             Next::LostRace => Duration::from_millis(fastrand::u64(1..10)),
             Next::Poll => jittered(claimer.shared.settings.poll_every),
             Next::Retry(pause) => pause,
@@ -60,7 +50,10 @@ pub(super) async fn run<P: Publisher>(
 struct Claimer<P> {
     shared: Arc<Shared<P>>,
     to_settler: Sender<Settlement>,
+    /// How many rows to claim: fewer after a claim that took too long.
+    rows: usize,
     batches: u64,
+    /// Of the database, one after the other.
     failures: u32,
 }
 
@@ -74,21 +67,68 @@ enum Next {
 
 impl<P: Publisher> Claimer<P> {
     /// Claims a batch and hands it to the dispatcher.
-    async fn claim(&mut self, pick: Pick, rows: usize, room: Permit<'_, Vec<Claim>>) -> Next {
-        let shared = self.shared.clone();
-        let settings = &shared.settings;
-        self.batches += 1;
-        let claimed_by = format!("{}:{}", settings.name, self.batches);
-        // Suspects are few and taken one by one: no need to spread relays over slices.
-        let strategy = match pick {
-            Pick::Ordinary => settings.strategy,
-            Pick::Suspects => ClaimStrategy::SkipLocked,
-        };
+    async fn claim(&mut self, rows: usize, room: Permit<'_, Vec<Claim>>) -> Next {
+        let claimed_by = self.claimed_by();
+        let Shared { store, settings, .. } = &*self.shared;
         let before = Instant::now();
-        let claimed = shared.store.claim(strategy, pick, rows as u64, &claimed_by, settings.lease).await;
+        let claimed = store.claim(settings.strategy, rows as u64, &claimed_by, settings.lease).await;
+        self.claimed(claimed, before, room).await
+    }
+
+    /// Claims one row, to see whether the broker is back, and waits for what becomes of it.
+    async fn probe(&mut self, room: Permit<'_, Vec<Claim>>) -> Next {
+        if !self.alone().await {
+            return Next::AtOnce;
+        }
+        // Suspects too: nothing else may be left, and nothing else is in flight.
+        let next = match self.shared.suspects.take() {
+            Some(suspect) => self.claim_suspect(suspect, room).await,
+            None => self.claim(1, room).await,
+        };
+        self.alone().await;
+        next
+    }
+
+    /// Publishes suspects, each with nothing else in flight, so that one that kills its worker dies alone.
+    async fn suspects(&mut self, to_dispatcher: &Sender<Vec<Claim>>) {
+        let turn_ends = Instant::now() + SUSPECTS_TURN;
+        while self.alone().await && Instant::now() < turn_ends && !self.shared.gate.is_closed() {
+            let Some(suspect) = self.shared.suspects.take() else { return };
+            let Ok(room) = to_dispatcher.reserve().await else { return };
+            if let Next::Retry(_) = self.claim_suspect(suspect, room).await {
+                return;
+            }
+        }
+    }
+
+    async fn claim_suspect(&mut self, suspect: Fence, room: Permit<'_, Vec<Claim>>) -> Next {
+        let claimed_by = self.claimed_by();
+        let Shared { store, settings, .. } = &*self.shared;
+        let before = Instant::now();
+        let claimed = match store.claim_candidates(&[suspect], &claimed_by, settings.lease).await {
+            Err(StoreError::Contention(_)) => Ok(Claimed::default()),
+            other => other,
+        };
+        match self.claimed(claimed, before, room).await {
+            // There may be others.
+            Next::Poll => Next::AtOnce,
+            next => next,
+        }
+    }
+
+    async fn claimed(
+        &mut self,
+        claimed: Result<Claimed, StoreError>,
+        before: Instant,
+        room: Permit<'_, Vec<Claim>>,
+    ) -> Next {
         let claimed = match claimed {
             Ok(claimed) => claimed,
             Err(error) => {
+                if let StoreError::Timeout { .. } = error {
+                    // Large messages may be more than the time allows.
+                    self.rows = (self.rows / 2).max(1);
+                }
                 if self.failures == 0 {
                     tracing::warn!(%error, "cannot claim; the relay waits for the database");
                 }
@@ -96,22 +136,21 @@ impl<P: Publisher> Claimer<P> {
                 return Next::Retry(pace().delay(self.failures, fastrand::f64()));
             }
         };
+        let Shared { settings, counters, held, .. } = &*self.shared;
+        self.rows = self.rows.saturating_mul(2).min(settings.batch_size);
         if self.failures > 0 {
             tracing::info!("the database answers again; the relay goes on");
             self.failures = 0;
         }
         let won = claimed.claims.len() + claimed.unreadable.len();
-        add(&shared.counters.claimed, won as u64);
-        add(&shared.counters.lost_races, claimed.lost_races);
+        add(&counters.claimed, won as u64);
+        add(&counters.lost_races, claimed.lost_races);
         let fences = claimed.claims.iter().map(Claim::fence);
         let fences = fences.chain(claimed.unreadable.iter().map(Settlement::fence));
-        shared.held.add(fences, before + settings.lease);
+        held.add(fences, before + settings.lease);
         for settlement in claimed.unreadable {
-            tracing::warn!(
-                id = settlement.fence().id,
-                error = settlement.transition().error(),
-                "message failed"
-            );
+            let (id, error) = (settlement.fence().id, settlement.transition().error());
+            tracing::warn!(id, error, "message failed");
             // The settler ends last.
             let _ = self.to_settler.send(settlement).await;
         }
@@ -125,30 +164,22 @@ impl<P: Publisher> Claimer<P> {
         }
     }
 
-    /// Publishes suspects, each alone in this process, so that one that kills its worker dies alone.
-    async fn suspects(&mut self, to_dispatcher: &Sender<Vec<Claim>>) {
-        let turn_ends = Instant::now() + SUSPECTS_TURN;
-        while self.alone().await && Instant::now() < turn_ends && !self.shared.gate.is_closed() {
-            let Ok(room) = to_dispatcher.reserve().await else { return };
-            match self.claim(Pick::Suspects, 1, room).await {
-                Next::AtOnce => {}
-                Next::LostRace | Next::Retry(_) => return,
-                Next::Poll => {
-                    // The sweeper will say when there are new ones.
-                    self.shared.suspects.store(false, Ordering::Relaxed);
-                    return;
-                }
-            }
-        }
+    /// Names this relay and the batch.
+    fn claimed_by(&mut self) -> String {
+        self.batches += 1;
+        format!("{}:{}", self.shared.settings.name, self.batches)
+    }
+
+    /// Waits until the broker is there and a batch can be held; `None` when told to stop first.
+    async fn passage(&self) -> Option<Passage> {
+        let Shared { settings, held, gate, publisher, .. } = &*self.shared;
+        self.unless_stopped(held.wait_until_at_most(settings.most_held() - settings.batch_size)).await?;
+        self.unless_stopped(gate.pass(publisher)).await
     }
 
     /// Waits until nothing is held; `false` when told to stop first.
     async fn alone(&self) -> bool {
-        self.unless_stopped(self.shared.held.wait_until_empty()).await.is_some()
-    }
-
-    async fn passage(&self) -> Option<Passage> {
-        self.unless_stopped(self.shared.gate.pass(&self.shared.publisher)).await
+        self.unless_stopped(self.shared.held.wait_until_at_most(0)).await.is_some()
     }
 
     async fn unless_stopped<T>(&self, future: impl Future<Output = T>) -> Option<T> {

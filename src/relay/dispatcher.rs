@@ -8,11 +8,11 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-use super::{Shared, report::add, resting::Resting};
+use super::{Shared, report::add, resting::Resting, suspects::Turn};
 use crate::{
     lifecycle::{Arrow, Outcome},
     publisher::{Ack, PublishError, PublishErrorKind, Publisher},
-    store::{Claim, Settlement},
+    store::{Claim, Fence, Settlement},
 };
 
 pub(super) async fn run<P: Publisher>(
@@ -20,7 +20,7 @@ pub(super) async fn run<P: Publisher>(
     mut claims: Receiver<Vec<Claim>>,
     to_settler: Sender<Settlement>,
 ) {
-    let mut dispatcher = Dispatcher { shared: &shared, to_settler, resting: Resting::default() };
+    let mut dispatcher = Dispatcher { shared: &shared, to_settler, resting: Resting::default(), alone: None };
     let mut queue: VecDeque<Claim> = VecDeque::new();
     let mut in_flight = FuturesUnordered::new();
     let mut more = true;
@@ -31,7 +31,8 @@ pub(super) async fn run<P: Publisher>(
             let Some(claim) = queue.pop_front() else { break };
             if stopping || shared.gate.is_closed() && !in_flight.is_empty() {
                 dispatcher.settle(claim, Outcome::Unused).await;
-            } else if let Some(claim) = dispatcher.admit(claim).await {
+            } else if let Some(claim) = dispatcher.unless_resting(claim).await {
+                dispatcher.alone = in_flight.is_empty().then(|| claim.fence());
                 in_flight.push(publish(&shared, claim));
             }
         }
@@ -40,19 +41,17 @@ pub(super) async fn run<P: Publisher>(
         }
         tokio::select! {
             biased;
-            () = shared.stop.cancelled(), if !stopping => {
-                grace_ends = Some(Instant::now() + shared.settings.grace);
-            }
+            () = shared.stop.cancelled(), if !stopping => grace_ends = Some(shared.grace_ends()),
             () = sleep_until(grace_ends.unwrap_or_else(Instant::now)), if stopping && !in_flight.is_empty() => {
                 // Their claims are still held: the settler releases whatever is left at the end.
                 tracing::warn!(messages = in_flight.len(), "the grace period is over; giving messages back");
                 in_flight.clear();
             }
-            Some((claim, result)) = in_flight.next(), if !in_flight.is_empty() => {
-                dispatcher.published(claim, result).await;
+            Some((claim, published)) = in_flight.next(), if !in_flight.is_empty() => {
+                dispatcher.published(claim, published).await;
                 // Whatever else is there by now, without going round for each.
-                while let Some(Some((claim, result))) = in_flight.next().now_or_never() {
-                    dispatcher.published(claim, result).await;
+                while let Some(Some((claim, published))) = in_flight.next().now_or_never() {
+                    dispatcher.published(claim, published).await;
                 }
             }
             batch = claims.recv(), if more && queue.is_empty() => match batch {
@@ -63,81 +62,106 @@ pub(super) async fn run<P: Publisher>(
     }
 }
 
-type Published = Result<Result<Ack, PublishError>, Box<dyn Any + Send>>;
+/// How a publish ended.
+enum Published {
+    Answered(Result<Ack, PublishError>),
+    Panicked(String),
+    /// It did not begin: a renewal found that the row belongs to somebody else.
+    Lost,
+    /// It did not begin: its lease might have ended meanwhile, since it could not be renewed for a while.
+    Untrusted,
+}
 
-/// Publishes one message, within its time and without letting a panic out.
+/// Publishes one message when its turn comes, within its time, and without letting a panic out.
 async fn publish<P: Publisher>(shared: &Shared<P>, claim: Claim) -> (Claim, Published) {
+    let _turn = Turn::wait(claim.is_suspect()).await;
     let limit = shared.settings.publish_timeout;
-    let publish = AssertUnwindSafe(timeout(limit, shared.publisher.publish(claim.message()))).catch_unwind();
-    let result = match publish.await {
-        Ok(Ok(result)) => Ok(result),
-        Ok(Err(_)) if shared.publisher.is_connected() => {
-            Ok(Err(PublishError::transient(format!("not published within {limit:?}"))))
+    match shared.held.trusted_until(claim.fence()) {
+        None => return (claim, Published::Lost),
+        Some(until) if until < Instant::now() + limit => return (claim, Published::Untrusted),
+        Some(_) => {}
+    }
+    let publish = async {
+        match timeout(limit, shared.publisher.publish(claim.message())).await {
+            Ok(result) => result,
+            Err(_) if shared.publisher.is_connected() => {
+                Err(PublishError::transient(format!("not published within {limit:?}")))
+            }
+            Err(_) => Err(PublishError::connection_lost("the connection was lost while publishing")),
         }
-        Ok(Err(_)) => Ok(Err(PublishError::unavailable("the connection was lost while publishing"))),
-        Err(panic) => Err(panic),
     };
-    (claim, result)
+    let published = match AssertUnwindSafe(publish).catch_unwind().await {
+        Ok(result) => Published::Answered(result),
+        Err(panic) => Published::Panicked(panic_message(&*panic).to_owned()),
+    };
+    (claim, published)
 }
 
 struct Dispatcher<'a, P> {
     shared: &'a Shared<P>,
     to_settler: Sender<Settlement>,
     resting: Resting,
+    /// The message that has been in flight with no other beside it, if there is one.
+    alone: Option<Fence>,
 }
 
 impl<P: Publisher> Dispatcher<'_, P> {
-    /// The claim, if it may be published now; otherwise it is settled.
-    async fn admit(&self, claim: Claim) -> Option<Claim> {
-        let needed = Instant::now() + self.shared.settings.publish_timeout;
-        match self.shared.held.trusted_until(claim.fence()) {
-            // A renewal found that it belongs to somebody else.
-            None => {
-                tracing::debug!(id = claim.fence().id, "lost before it was published");
-                add(&self.shared.counters.lost, 1);
-                return None;
-            }
-            // The lease might end while the publish is in flight: it could not be renewed for a while.
-            Some(until) if until < needed => {
-                self.settle(claim, Outcome::Unused).await;
-                return None;
-            }
-            Some(_) => {}
-        }
-        if let Some((rest, reason)) = self.resting.remaining(claim.message().topic()) {
-            let outcome = Outcome::Configuration { reason: reason.to_owned(), rest };
-            self.settle(claim, outcome).await;
-            return None;
-        }
-        Some(claim)
+    /// The claim, unless its topic rests; then it is settled.
+    async fn unless_resting(&self, claim: Claim) -> Option<Claim> {
+        let Some((delay, reason)) = self.resting.remaining(claim.message().topic()) else {
+            return Some(claim);
+        };
+        let outcome = Outcome::Postponed { reason: reason.to_owned(), delay };
+        self.settle(claim, outcome).await;
+        None
     }
 
     /// Decides what a finished publish means for its claim and for the others.
-    async fn published(&mut self, claim: Claim, result: Published) {
-        let topic = claim.message().topic();
-        let outcome = match result {
-            Ok(Ok(ack)) => {
+    async fn published(&mut self, claim: Claim, published: Published) {
+        let outcome = match published {
+            Published::Answered(Ok(ack)) => {
                 self.shared.gate.open();
-                self.resting.wake(topic);
+                self.resting.wake(claim.message().topic());
                 add(&self.shared.counters.duplicates, ack.is_duplicate().into());
                 Outcome::Acknowledged
             }
-            Ok(Err(error)) => match error.kind() {
-                PublishErrorKind::Transient => Outcome::Transient(error.to_string()),
-                PublishErrorKind::Permanent => Outcome::Permanent(error.to_string()),
-                PublishErrorKind::Configuration => {
-                    let (reason, rest) = (error.to_string(), self.shared.settings.rest);
-                    self.resting.rest(topic, &reason, rest);
-                    Outcome::Configuration { reason, rest }
-                }
-                PublishErrorKind::Unavailable => {
-                    self.shared.gate.close(&error.to_string());
-                    Outcome::Unused
-                }
-            },
-            Err(panic) => Outcome::Transient(format!("the publisher panicked: {}", panic_message(&*panic))),
+            Published::Answered(Err(error)) => self.failed(&claim, &error),
+            Published::Panicked(message) => Outcome::Transient(format!("the publisher panicked: {message}")),
+            Published::Untrusted => Outcome::Unused,
+            Published::Lost => {
+                tracing::debug!(id = claim.fence().id, "lost before it was published");
+                add(&self.shared.counters.lost, 1);
+                return;
+            }
         };
         self.settle(claim, outcome).await;
+    }
+
+    fn failed(&mut self, claim: &Claim, error: &PublishError) -> Outcome {
+        let reason = error.to_string();
+        let gate = &self.shared.gate;
+        match error.kind() {
+            PublishErrorKind::Transient => Outcome::Transient(reason),
+            PublishErrorKind::Permanent => Outcome::Permanent(reason),
+            PublishErrorKind::Configuration => {
+                // The broker is there: it said so.
+                gate.open();
+                let delay = self.shared.settings.rest;
+                self.resting.rest(claim.message().topic(), &reason, delay);
+                Outcome::Postponed { reason, delay }
+            }
+            PublishErrorKind::Unavailable => {
+                let alone = self.alone == Some(claim.fence());
+                gate.close(&reason);
+                match (alone, error.is_connection_lost()) {
+                    // It may be the message that breaks the connection: then it must run out of attempts.
+                    (true, true) => Outcome::Transient(reason),
+                    // Another message tries next: it may be this one that is in the way.
+                    (true, false) => Outcome::Postponed { reason, delay: gate.pause() },
+                    (false, _) => Outcome::Unused,
+                }
+            }
+        }
     }
 
     async fn settle(&self, claim: Claim, outcome: Outcome) {

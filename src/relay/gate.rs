@@ -52,11 +52,18 @@ impl Gate {
         }
     }
 
-    /// A publish was acknowledged.
+    /// The broker answered.
     pub(super) fn open(&self) {
         if let Some(outage) = self.lock().take() {
             tracing::info!(after = ?outage.since.elapsed(), "the broker is back; the relay goes on");
         }
+    }
+
+    /// How long until a message may be tried again.
+    pub(super) fn pause(&self) -> Duration {
+        self.lock()
+            .as_ref()
+            .map_or(Duration::ZERO, |outage| outage.try_again.saturating_duration_since(Instant::now()))
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -73,14 +80,14 @@ impl Gate {
                 sleep(LOOK).await;
                 continue;
             }
-            let wait = match &*self.lock() {
-                None => return Passage::Free,
-                Some(outage) => outage.try_again.saturating_duration_since(Instant::now()),
-            };
-            if wait.is_zero() {
-                return Passage::One;
+            if !self.is_closed() {
+                return Passage::Free;
             }
-            sleep(wait).await;
+            match self.pause() {
+                Duration::ZERO => return Passage::One,
+                // In steps: an acknowledgement that was still under way may open it sooner.
+                pause => sleep(pause.min(LOOK)).await,
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use crate::store::Fence;
 #[derive(Debug, Default)]
 pub(super) struct Held {
     claims: Mutex<HashMap<Fence, Instant>>,
-    emptied: Notify,
+    removed: Notify,
 }
 
 impl Held {
@@ -27,9 +27,7 @@ impl Held {
         for fence in fences {
             claims.remove(fence);
         }
-        if claims.is_empty() {
-            self.emptied.notify_waiters();
-        }
+        self.removed.notify_waiters();
     }
 
     /// The leases of these claims, if they are still held, last until then.
@@ -55,17 +53,17 @@ impl Held {
         self.lock().len()
     }
 
-    /// Waits until nothing is held.
-    pub(super) async fn wait_until_empty(&self) {
+    /// Waits until no more than so many are held.
+    pub(super) async fn wait_until_at_most(&self, most: usize) {
         loop {
-            let emptied = self.emptied.notified();
-            tokio::pin!(emptied);
+            let removed = self.removed.notified();
+            tokio::pin!(removed);
             // Listens before it looks, so that nothing is missed in between.
-            emptied.as_mut().enable();
-            if self.lock().is_empty() {
+            removed.as_mut().enable();
+            if self.len() <= most {
                 return;
             }
-            emptied.await;
+            removed.await;
         }
     }
 

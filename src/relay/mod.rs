@@ -19,15 +19,21 @@ mod held;
 mod report;
 mod resting;
 mod settler;
+mod suspects;
 mod sweeper;
 
-use std::{fmt, future::Future, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    future::Future,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use sea_orm::DatabaseConnection;
 use tokio::{
     sync::mpsc,
     task::{JoinError, JoinSet},
-    time::sleep,
+    time::{Instant, sleep},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -44,6 +50,7 @@ use builder::Settings;
 use gate::Gate;
 use held::Held;
 use report::Counters;
+use suspects::Suspects;
 
 /// Moves messages to a broker until it is told to stop.
 ///
@@ -92,9 +99,16 @@ struct Shared<P> {
     counters: Counters,
     held: Held,
     gate: Gate,
-    /// Whether rows wait that must be published alone.
-    suspects: std::sync::atomic::AtomicBool,
+    suspects: Suspects,
     stop: CancellationToken,
+    grace_ends: OnceLock<Instant>,
+}
+
+impl<P> Shared<P> {
+    /// When to give up what is not finished, reckoned from the first time that anybody asks.
+    fn grace_ends(&self) -> Instant {
+        *self.grace_ends.get_or_init(|| Instant::now() + self.settings.grace)
+    }
 }
 
 /// The pace at which anything is tried again that the database or the broker refused.
@@ -150,14 +164,13 @@ impl<P: Publisher> Relay<P> {
 
     async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
         let Self { store, publisher, settings } = self;
-        if !wait_for_table(&store, &stop).await? {
+        let Some(waited) = wait_for_table(&store, &stop).await? else {
             return Ok(Report::default());
-        }
+        };
         tracing::info!(relay = settings.name, "relay started");
-        // Room for every row that can be held, so that no outcome of a publish ever waits for the settler.
-        let capacity = settings.batch_size * (settings.queued_batches + 2) + settings.max_in_flight;
         let (to_dispatcher, claims) = mpsc::channel(settings.queued_batches);
-        let (to_settler, settlements) = mpsc::channel(capacity);
+        // Room for every row that can be held, so that no outcome of a publish ever waits for the settler.
+        let (to_settler, settlements) = mpsc::channel(settings.most_held());
         let shared = Arc::new(Shared {
             store,
             publisher,
@@ -165,15 +178,18 @@ impl<P: Publisher> Relay<P> {
             counters: Counters::default(),
             held: Held::default(),
             gate: Gate::default(),
-            suspects: Default::default(),
+            suspects: Suspects::default(),
             stop: stop.clone(),
+            grace_ends: OnceLock::new(),
         });
 
         let mut tasks = JoinSet::new();
         tasks.spawn(claimer::run(shared.clone(), to_dispatcher, to_settler.clone()));
         tasks.spawn(dispatcher::run(shared.clone(), claims, to_settler));
         tasks.spawn(settler::run(shared.clone(), settlements));
-        tasks.spawn(sweeper::run(shared.clone()));
+        // Owners could not renew their leases while the database was away: let them first.
+        let sweep_after = if waited { shared.settings.lease } else { Duration::ZERO };
+        tasks.spawn(sweeper::run(shared.clone(), sweep_after));
         let mut failure = None;
         while let Some(ended) = tasks.join_next().await {
             if let Err(error) = ended {
@@ -194,12 +210,12 @@ impl<P> fmt::Debug for Relay<P> {
     }
 }
 
-/// Whether the table is there; `false` when told to stop before the database answered.
-async fn wait_for_table(store: &Store, stop: &CancellationToken) -> Result<bool, RelayError> {
+/// Waits until the database answers: whether it had to, or `None` when told to stop first.
+async fn wait_for_table(store: &Store, stop: &CancellationToken) -> Result<Option<bool>, RelayError> {
     for failures in 1.. {
         let error = match stop.run_until_cancelled(store.check_table()).await {
-            None => return Ok(false),
-            Some(Ok(())) => return Ok(true),
+            None => return Ok(None),
+            Some(Ok(())) => return Ok(Some(failures > 1)),
             Some(Err(error @ StoreError::Table(_))) => return Err(RelayError::Table(Arc::new(error))),
             Some(Err(error)) => error,
         };
@@ -208,8 +224,8 @@ async fn wait_for_table(store: &Store, stop: &CancellationToken) -> Result<bool,
         }
         let pause = sleep(pace().delay(failures, fastrand::f64()));
         if stop.run_until_cancelled(pause).await.is_none() {
-            return Ok(false);
+            return Ok(None);
         }
     }
-    Ok(false)
+    Ok(None)
 }

@@ -19,6 +19,9 @@ use crate::{
 /// How long a settlement waits for others to share its statement.
 const GATHER: Duration = Duration::from_millis(5);
 
+/// How many settlements are taken from the channel before the clocks are looked at again.
+const MOST_AT_ONCE: usize = 1_000;
+
 pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, mut settlements: Receiver<Settlement>) {
     let mut settler = Settler {
         renew_at: Instant::now() + shared.settings.renew_every,
@@ -28,15 +31,14 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, mut settlements: R
         failures: 0,
     };
     loop {
-        let size = settler.shared.settings.batch_size;
-        let room = size.saturating_sub(settler.batch.len());
+        let write_at = settler.write_at;
+        // What is received is bounded by what can be held, so it is received even while the database is away:
+        // only so is the end of the dispatcher seen.
         tokio::select! {
             biased;
             () = sleep_until(settler.renew_at) => settler.renew().await,
-            () = sleep_until(settler.write_at.unwrap_or(settler.renew_at)), if settler.write_at.is_some() => {
-                settler.write().await;
-            }
-            received = settlements.recv_many(&mut settler.batch, room), if room > 0 => {
+            () = sleep_until(write_at.unwrap_or(settler.renew_at)), if write_at.is_some() => settler.write().await,
+            received = settlements.recv_many(&mut settler.batch, MOST_AT_ONCE) => {
                 if received == 0 {
                     break;
                 }
@@ -60,34 +62,42 @@ struct Settler<P> {
 impl<P: Publisher> Settler<P> {
     /// Decides when the batch is written, now that it has grown.
     fn gathered(&mut self) {
-        if self.failures > 0 {
-            return; // The database is away: the batch waits for its next try.
-        }
         let now = Instant::now();
         let full = self.batch.len() >= self.shared.settings.batch_size;
         // Nothing else is under way that could join.
         let complete = self.batch.len() >= self.shared.held.len();
-        let at = if full || complete { now } else { now + GATHER };
+        let at = if self.failures > 0 {
+            // The database is away: the batch waits for its next try.
+            self.write_at.unwrap_or(now + self.pause())
+        } else if full || complete {
+            now
+        } else {
+            now + GATHER
+        };
         self.write_at = Some(self.write_at.map_or(at, |earlier| earlier.min(at)));
     }
 
     /// Tries once to write the batch.
     async fn write(&mut self) {
-        let mut parts = vec![std::mem::take(&mut self.batch)];
         self.write_at = None;
+        let mut rest = std::mem::take(&mut self.batch);
+        let mut parts = Vec::new();
+        while !rest.is_empty() {
+            parts.push(rest.split_off(rest.len().saturating_sub(self.shared.settings.batch_size)));
+        }
         while let Some(mut part) = parts.pop() {
             match self.shared.store.settle(&part).await {
                 Ok(lost) => self.settled(&part, &lost),
-                // The database answers but does not take it: find out which row it is, so that it harms
+                // The database answers but does not take the values: find out which row it is, so that it harms
                 // only itself.
-                Err(StoreError::Database(_)) if part.len() > 1 => {
+                Err(StoreError::Refused(_)) if part.len() > 1 => {
                     parts.push(part.split_off(part.len() / 2));
                     parts.push(part);
                 }
-                Err(StoreError::Database(error)) => {
-                    let id = part.first().map(|settlement| settlement.fence().id);
-                    tracing::error!(id, %error, "a settlement cannot be written; the row waits for the sweep");
-                    self.shared.held.remove(part.iter().map(|s| s.fence()).collect::<Vec<_>>().iter());
+                Err(StoreError::Refused(error)) => {
+                    let fences: Vec<Fence> = part.iter().map(Settlement::fence).collect();
+                    tracing::error!(?fences, %error, "a settlement cannot be written; the row waits for the sweep");
+                    self.shared.held.remove(&fences);
                 }
                 Err(error) => {
                     parts.push(part);
@@ -118,7 +128,6 @@ impl<P: Publisher> Settler<P> {
     /// Extends the leases of everything that is held.
     async fn renew(&mut self) {
         let settings = &self.shared.settings;
-        self.renew_at = Instant::now() + settings.renew_every;
         let held = self.shared.held.fences();
         let before = Instant::now();
         let lost = match self.shared.store.renew(&held, settings.lease).await {
@@ -130,6 +139,7 @@ impl<P: Publisher> Settler<P> {
             }
         };
         self.shared.held.renewed(&held, before + settings.lease);
+        self.renew_at = Instant::now() + settings.renew_every;
         // A settlement may be under way for them; it will find the same.
         let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
         let gone: Vec<Fence> = lost.fences().iter().copied().filter(|f| !settling.contains(f)).collect();
@@ -150,11 +160,15 @@ impl<P: Publisher> Settler<P> {
                 tracing::warn!(%error, "cannot settle; the relay waits for the database");
             }
             self.failures = self.failures.saturating_add(1);
-            pace().delay(self.failures, fastrand::f64())
+            self.pause()
         };
         if !self.batch.is_empty() {
             self.write_at = Some(Instant::now() + pause);
         }
+    }
+
+    fn pause(&self) -> Duration {
+        pace().delay(self.failures, fastrand::f64())
     }
 
     fn answered(&mut self) {
@@ -169,7 +183,7 @@ impl<P: Publisher> Settler<P> {
 
     /// Writes what is left, and gives back what nobody finished, within the grace period.
     async fn finish(mut self) {
-        let give_up = Instant::now() + self.shared.settings.grace;
+        let give_up = self.shared.grace_ends();
         let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
         let unused = self.shared.held.fences().into_iter().filter(|fence| !settling.contains(fence));
         // A release is the same for every attempt.

@@ -1,13 +1,13 @@
 //! Returns or buries claims whose lease is over, whoever held them.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{sync::Arc, time::Duration};
 
 use tokio::time::sleep;
 
 use super::{Shared, jittered};
 use crate::{
     publisher::Publisher,
-    store::{Position, Settlement, StoreError},
+    store::{Fence, Position, Settlement, StoreError},
 };
 
 /// How many entries of the due index one step reads: some 30 ms for the database.
@@ -16,11 +16,11 @@ const STEP: u64 = 10_000;
 /// How many rows one statement writes.
 const BATCH: usize = 1_000;
 
-pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>) {
+pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, after: Duration) {
     let mut position = None;
     let mut failed = false;
     // Somewhere within the first interval, so that relays which started together do not sweep together.
-    let mut pause = shared.settings.sweep_every.mul_f64(fastrand::f64());
+    let mut pause = after + shared.settings.sweep_every.mul_f64(fastrand::f64());
     while shared.stop.run_until_cancelled(sleep(pause)).await.is_some() {
         pause = jittered(shared.settings.sweep_every);
         match sweep(&shared, &mut position).await {
@@ -53,24 +53,25 @@ async fn sweep<P: Publisher>(
     shared: &Shared<P>,
     position: &mut Option<Position>,
 ) -> Result<usize, StoreError> {
-    let (mut swept, end_of_head) = step(shared, None).await?;
+    let mut suspects = Vec::new();
+    let (mut swept, end_of_head) = step(shared, None, &mut suspects).await?;
     if let Some(end_of_head) = end_of_head {
         let from = position.take().unwrap_or(end_of_head);
-        let (more, next) = step(shared, Some(&from)).await?;
+        let (more, next) = step(shared, Some(&from), &mut suspects).await?;
         swept += more;
         *position = next;
     }
+    shared.suspects.found(suspects);
     Ok(swept)
 }
 
 async fn step<P: Publisher>(
     shared: &Shared<P>,
     after: Option<&Position>,
+    suspects: &mut Vec<Fence>,
 ) -> Result<(usize, Option<Position>), StoreError> {
     let read = shared.store.stale(after, STEP).await?;
-    if read.suspects {
-        shared.suspects.store(true, Ordering::Relaxed);
-    }
+    suspects.extend(read.suspects);
     let mut swept = 0;
     let mut settlements: Vec<Settlement> =
         read.stale.into_iter().map(|stale| stale.settle(&shared.settings.retry)).collect();

@@ -28,27 +28,10 @@ pub enum ClaimStrategy {
     Optimistic,
 }
 
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// How many slices the head of the queue has for [`ClaimStrategy::Optimistic`].
 const SLICES: u64 = 16;
-
-/// Which rows to claim.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pick {
-    /// Rows that never harmed anybody.
-    Ordinary,
-    /// Rows that a sweep returned with two or more attempts spent: their workers may have died of them.
-    /// They are to be claimed one at a time, with nothing else in flight in the process.
-    Suspects,
-}
-
-impl Pick {
-    fn condition(self) -> String {
-        match self {
-            Self::Ordinary => format!("NOT {}", suspect()),
-            Self::Suspects => suspect(),
-        }
-    }
-}
 
 /// Whether a `PENDING` row is a suspect, in SQL.
 pub(super) fn suspect() -> String {
@@ -62,6 +45,7 @@ pub(super) fn suspect() -> String {
 pub struct Claim {
     fence: Fence,
     attempts: u32,
+    suspect: bool,
     trusted_until: Instant,
     message: Message,
 }
@@ -75,6 +59,12 @@ impl Claim {
     /// Which attempt this is, counted from 1.
     pub fn attempts(&self) -> u32 {
         self.attempts
+    }
+
+    /// Whether workers may have died of it: a sweep returned it with two or more attempts spent. It is to be
+    /// published with nothing else in flight in the process.
+    pub fn is_suspect(&self) -> bool {
+        self.suspect
     }
 
     /// Until when the lease certainly lasts: reckoned from before the statement was sent, so that it ends
@@ -108,7 +98,8 @@ pub struct Claimed {
 }
 
 impl Store {
-    /// Claims at most `limit` rows that are due, in the order in which they became due.
+    /// Claims at most `limit` rows that are due, in the order in which they became due, leaving out
+    /// [suspects](super::Sweepable::suspects).
     ///
     /// `claimed_by` names the relay and the batch, `relay:batch`, at most 100 characters; `lease` is how long
     /// the claim is trusted. The attempt is counted now.
@@ -117,24 +108,23 @@ impl Store {
     ///
     /// # Errors
     /// When the database does not carry it out. After [`StoreError::Timeout`] and
-    /// [`StoreError::Unreachable`] rows may be claimed all the same; the sweep returns them.
+    /// [`StoreError::Unavailable`] rows may be claimed all the same; the sweep returns them.
     pub async fn claim(
         &self,
         strategy: ClaimStrategy,
-        pick: Pick,
         limit: u64,
         claimed_by: &str,
         lease: Duration,
     ) -> Result<Claimed, StoreError> {
         let claimed = match strategy {
-            ClaimStrategy::SkipLocked => self.claim_skip_locked(pick, limit, claimed_by, lease).await,
-            ClaimStrategy::Optimistic => self.claim_optimistic(pick, limit, claimed_by, lease).await,
+            ClaimStrategy::SkipLocked => self.claim_skip_locked(limit, claimed_by, lease).await,
+            ClaimStrategy::Optimistic => self.claim_optimistic(limit, claimed_by, lease).await,
         };
         match claimed {
             // Whoever was in the way has them.
             Err(StoreError::Contention(error)) => {
-                tracing::debug!(%error, "lost a race for a whole batch");
-                Ok(Claimed { lost_races: limit, more: true, ..Claimed::default() })
+                tracing::debug!(%error, "lost a race");
+                Ok(Claimed { lost_races: 1, more: true, ..Claimed::default() })
             }
             other => other,
         }
@@ -145,15 +135,15 @@ impl Store {
     ///
     /// # Errors
     /// When the database does not carry it out.
-    pub async fn candidates(&self, pick: Pick, limit: u64) -> Result<Vec<Fence>, StoreError> {
+    pub async fn candidates(&self, limit: u64) -> Result<Vec<Fence>, StoreError> {
         let sql = format!(
             "\
             SELECT id, version FROM outbox_message
-            WHERE available_at <= {now} AND status = 'PENDING' AND {pick}
+            WHERE available_at <= {now} AND status = 'PENDING' AND NOT {suspect}
             ORDER BY available_at, id
             LIMIT $1",
             now = self.dialect.now(),
-            pick = pick.condition(),
+            suspect = suspect(),
         );
         let head = integer(limit.saturating_mul(SLICES));
         let rows = self.run("read candidates", sql, vec![head]).await?;
@@ -167,6 +157,8 @@ impl Store {
     }
 
     /// Claims those of the `candidates` whose version is still the one that was read.
+    ///
+    /// This is also how a [suspect](super::Sweepable::suspects) is claimed: alone.
     ///
     /// # Errors
     /// When the database does not carry it out.
@@ -211,12 +203,11 @@ impl Store {
 
     async fn claim_optimistic(
         &self,
-        pick: Pick,
         limit: u64,
         claimed_by: &str,
         lease: Duration,
     ) -> Result<Claimed, StoreError> {
-        let candidates = self.candidates(pick, limit).await?;
+        let candidates = self.candidates(limit).await?;
         let mut claimed = self.claim_candidates(&candidates, claimed_by, lease).await?;
         claimed.more = candidates.len() as u64 >= limit;
         Ok(claimed)
@@ -224,7 +215,6 @@ impl Store {
 
     async fn claim_skip_locked(
         &self,
-        pick: Pick,
         limit: u64,
         claimed_by: &str,
         lease: Duration,
@@ -232,11 +222,11 @@ impl Store {
         let due = format!(
             "\
             SELECT id, version FROM outbox_message
-            WHERE available_at <= {now} AND status = 'PENDING' AND {pick}
+            WHERE available_at <= {now} AND status = 'PENDING' AND NOT {suspect}
             ORDER BY available_at, id
             LIMIT $1",
             now = self.dialect.now(),
-            pick = pick.condition(),
+            suspect = suspect(),
         );
         let set = self.claim_set(2);
         let columns = self.claim_columns();
@@ -289,7 +279,8 @@ impl Store {
         format!(
             "\
             {o}id, {o}version, {o}attempts, {o}message_id, {o}topic, {o}aggregate_type, {o}aggregate_id, \
-            {o}ordering_key, {o}event_type, {o}content_type, {headers}, {o}payload"
+            {o}ordering_key, {o}event_type, {o}content_type, {headers}, {o}payload, \
+            CASE WHEN {o}attempts > 2 AND {o}last_error LIKE '{EXPIRED}%' THEN 1 ELSE 0 END"
         )
     }
 
@@ -299,16 +290,19 @@ impl Store {
         values: Vec<Value>,
         lease: Duration,
     ) -> Result<Claimed, StoreError> {
-        let trusted_until = Instant::now() + lease;
+        let before = Instant::now();
+        // A lease beyond all time is trusted for a day.
+        let trusted_until = before.checked_add(lease).unwrap_or(before + DAY);
         let rows = self.run("claim", sql, values).await?;
         let mut claimed = Claimed { claims: Vec::with_capacity(rows.len()), ..Claimed::default() };
         for row in &rows {
             let fence = Fence::read(row)?;
             let attempts: i32 = row.try_get_by_index(2)?;
             let attempts = u32::try_from(attempts).unwrap_or(0);
+            let suspect = row.try_get_by_index::<i32>(12)? == 1;
             match message(row) {
                 Ok(message) => {
-                    claimed.claims.push(Claim { fence, attempts, trusted_until, message });
+                    claimed.claims.push(Claim { fence, attempts, suspect, trusted_until, message });
                 }
                 Err(error) => {
                     let outcome = Outcome::Permanent(format!("the row cannot be read: {error}"));

@@ -263,7 +263,8 @@ impl From<Given> for serde_json::Value {
 
 /// What each transaction of ours sets first, in one round trip.
 pub(super) fn postgres_settings(statement_timeout: Duration) -> String {
-    let ms = statement_timeout.as_millis().max(1);
+    // PostgreSQL keeps these in a signed 32-bit number of milliseconds.
+    let ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
     format!(
         "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; \
          SET LOCAL plan_cache_mode = force_custom_plan; \

@@ -78,7 +78,7 @@ pub(crate) async fn stored<C: ConnectionTrait>(
     db: &C,
     ids: &HashSet<MessageId>,
 ) -> Result<Vec<Model>, DbErr> {
-    let ids: Vec<Uuid> = ids.iter().map(MessageId::as_uuid).collect();
+    let ids = ids.iter().map(MessageId::as_uuid);
     Entity::find().filter(Column::MessageId.is_in(ids)).all(db).await
 }
 
@@ -87,6 +87,12 @@ fn due(dialect: Dialect, delay: Duration) -> SimpleExpr {
     if delay.is_zero() {
         Expr::cust(dialect.now())
     } else {
-        Expr::cust(dialect.clock_plus_ms(&delay.as_millis().to_string()))
+        // Bound, so that each delay does not make another statement.
+        let placeholder = match dialect {
+            Dialect::Postgres => "$1::bigint",
+            Dialect::Sqlite => "?",
+        };
+        let ms = i64::try_from(delay.as_millis()).unwrap_or(i64::MAX);
+        Expr::cust_with_values(dialect.clock_plus_ms(placeholder), [ms])
     }
 }

@@ -31,10 +31,13 @@ mod stale;
 
 use std::time::Duration;
 
-use sea_orm::{ConnectionTrait, DatabaseConnection, DbErr, QueryResult, Statement, TransactionTrait, Value};
+use sea_orm::{
+    ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbErr, QueryResult, Statement,
+    TransactionTrait, Value,
+};
 use tokio::time::timeout;
 
-pub use claim::{Claim, ClaimStrategy, Claimed, Pick};
+pub use claim::{Claim, ClaimStrategy, Claimed};
 pub use error::StoreError;
 pub use fence::{Fence, Lost};
 pub use settle::Settlement;
@@ -71,18 +74,15 @@ impl Store {
     /// Checks that the table is there with every column that the relay uses.
     ///
     /// # Errors
-    /// [`StoreError::Unreachable`] when the database does not answer, [`StoreError::Table`] when it answers
-    /// that the table cannot be read.
+    /// [`StoreError::Unavailable`] or [`StoreError::Timeout`] when the database does not answer,
+    /// [`StoreError::Table`] when it answers that the table cannot be read.
     pub async fn check_table(&self) -> Result<(), StoreError> {
         const SQL: &str = "\
             SELECT id, message_id, topic, aggregate_type, aggregate_id, ordering_key, event_type,
                    content_type, headers, status, version, attempts, requeues, available_at, claimed_by,
                    lease_until, sent_at, failed_at, created_at, last_error, payload
             FROM outbox_message WHERE 1 = 0";
-        match self.run("check the table", SQL, Vec::new()).await {
-            Err(StoreError::Database(error)) => Err(StoreError::Table(error)),
-            other => other.map(|_| ()),
-        }
+        self.run("check the table", SQL, Vec::new()).await.map(|_| ())
     }
 
     /// Runs one statement, on PostgreSQL in a transaction of its own.
@@ -96,7 +96,7 @@ impl Store {
         let work = async {
             match self.dialect {
                 Dialect::Postgres => {
-                    let txn = self.db.begin().await?;
+                    let txn = self.begin().await?;
                     txn.execute_unprepared(&dialect::postgres_settings(self.statement_timeout)).await?;
                     let rows = txn.query_all_raw(statement).await?;
                     txn.commit().await?;
@@ -110,5 +110,16 @@ impl Store {
             Ok(result) => result.map_err(|error: DbErr| error.into()),
             Err(_) => Err(StoreError::Timeout { what, limit: self.statement_timeout }),
         }
+    }
+
+    /// Begins a transaction in a task of its own, which goes on when the wait for it is given up.
+    ///
+    /// A `BEGIN` whose future is dropped before the answer came leaves the connection in a transaction that
+    /// sqlx 0.9 does not know of, and the next user of the pool would write into it.
+    /// Finished late, the transaction is dropped and rolled back as it should be.
+    async fn begin(&self) -> Result<DatabaseTransaction, DbErr> {
+        let db = self.db.clone();
+        let begun = tokio::spawn(async move { db.begin().await }).await;
+        begun.unwrap_or_else(|error| Err(DbErr::Custom(format!("no transaction was begun: {error}"))))
     }
 }

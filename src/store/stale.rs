@@ -37,8 +37,10 @@ pub struct Position {
 pub struct Sweepable {
     /// Claims whose lease is over.
     pub stale: Vec<Stale>,
-    /// Whether [suspects](super::Pick::Suspects) are due among the rows read.
-    pub suspects: bool,
+    /// Rows that a sweep returned with two or more attempts spent, and that are due: their workers may have
+    /// died of them. [`Store::claim`] leaves them out; they are to be claimed one at a time
+    /// ([`Store::claim_candidates`]), with nothing else in flight in the process.
+    pub suspects: Vec<Fence>,
     /// Where to read on; `None` at the end.
     pub next: Option<Position>,
 }
@@ -63,11 +65,11 @@ impl Store {
         };
         let sql = format!(
             "\
-            SELECT id, version, attempts, claimed_by, stale, suspects, size, available_at
+            SELECT id, version, attempts, claimed_by, stale, suspect, size, available_at
             FROM (
                 SELECT id, version, attempts, claimed_by, available_at,
                     CASE WHEN status = 'PROCESSING' AND lease_until < {now} THEN 1 ELSE 0 END AS stale,
-                    MAX(CASE WHEN status = 'PENDING' AND {suspect} THEN 1 ELSE 0 END) OVER () AS suspects,
+                    CASE WHEN status = 'PENDING' AND {suspect} THEN 1 ELSE 0 END AS suspect,
                     COUNT(*) OVER () AS size,
                     CASE WHEN LEAD(id) OVER (ORDER BY available_at, id) IS NULL THEN 1 ELSE 0 END AS last
                 FROM (
@@ -78,7 +80,7 @@ impl Store {
                     LIMIT $1
                 ) AS entries
             ) AS judged
-            WHERE stale = 1 OR last = 1
+            WHERE stale = 1 OR suspect = 1 OR last = 1
             ORDER BY available_at, id",
             suspect = suspect(),
         );
@@ -97,7 +99,9 @@ impl Store {
                     claimed_by: row.try_get_by_index(3)?,
                 });
             }
-            sweepable.suspects = row.try_get_by_index::<i32>(5)? == 1;
+            if row.try_get_by_index::<i32>(5)? == 1 {
+                sweepable.suspects.push(fence);
+            }
             sweepable.next = None;
             if row.try_get_by_index::<i64>(6)? >= limit {
                 // The last row of a full step comes last: read on after it.

@@ -5,9 +5,8 @@ use std::time::Duration;
 use libtest_mimic::Trial;
 use sea_orm::{ConnectionTrait, DatabaseExecutor, TransactionTrait};
 use sea_orm_outbox::{
-    EnqueueError, Enqueued, InvalidMessage, MessageId, NewMessage, Outbox,
-    entity::Status,
-    store::{ClaimStrategy, Pick},
+    EnqueueError, Enqueued, InvalidMessage, MessageId, NewMessage, Outbox, entity::Status,
+    store::ClaimStrategy,
 };
 
 use crate::support::{
@@ -96,7 +95,8 @@ async fn round_trip(database: TestDatabase) {
         .event_type("order-created")
         .header("tenant", "acme ü '; DROP TABLE outbox_message; --")
         .header("empty", "");
-    let bare = NewMessage::bytes("t", "application/octet-stream", vec![0, 255, 128, 0]);
+    let bare =
+        NewMessage::bytes("t", "application/octet-stream", vec![0, 255, 128, 0]).message_id(MessageId::new());
     let expected = [full.clone().into_message(), bare.clone().into_message()];
     assert_eq!(outbox.enqueue(db, full).await.unwrap(), Enqueued::New(id));
     outbox.enqueue(db, bare).await.unwrap();
@@ -107,7 +107,7 @@ async fn round_trip(database: TestDatabase) {
     assert_eq!((stored[0].attempts, stored[0].requeues), (0, 0));
     for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
         let store = store(db);
-        let claimed = store.claim(strategy, Pick::Ordinary, 10, "test:1", LEASE).await.unwrap();
+        let claimed = store.claim(strategy, 10, "test:1", LEASE).await.unwrap();
         assert!(claimed.unreadable.is_empty());
         let messages: Vec<_> = claimed.claims.iter().map(|claim| claim.message().clone()).collect();
         assert_eq!(messages, expected, "{strategy:?}");

@@ -7,7 +7,7 @@ use sea_orm::{ConnectionTrait, DatabaseConnection};
 use sea_orm_outbox::{
     entity::{Status, outbox_message::Model},
     lifecycle::{Arrow, Outcome, RetryPolicy},
-    store::{Claim, ClaimStrategy, Fence, Lost, Pick, Settlement, Store},
+    store::{Claim, ClaimStrategy, Fence, Lost, Settlement, Store},
 };
 
 use crate::support::{
@@ -53,7 +53,7 @@ fn outcomes() -> [(Arrow, Outcome); 5] {
         (Arrow::Release, Outcome::Unused),
         (
             Arrow::Release,
-            Outcome::Configuration { reason: "no stream".to_owned(), rest: Duration::from_secs(30) },
+            Outcome::Postponed { reason: "no stream".to_owned(), delay: Duration::from_secs(30) },
         ),
     ]
 }
@@ -236,7 +236,7 @@ async fn read_for(arrow: Arrow, db: &DatabaseConnection, store: &Store) -> Twin 
     let failure = || Outcome::Permanent("x".to_owned());
     match arrow {
         Arrow::Claim => {
-            let candidates = store.candidates(Pick::Ordinary, 1).await.expect("candidates are read");
+            let candidates = store.candidates(1).await.expect("candidates are read");
             Twin::Claim(candidates[0])
         }
         Arrow::Acknowledge => claimed(Outcome::Acknowledged).await,
@@ -263,6 +263,11 @@ async fn execute(db: &DatabaseConnection, sql: &str) {
     db.execute_unprepared(sql).await.expect("the statement is carried out");
 }
 
+async fn claim_suspects(store: &Store) -> Vec<Claim> {
+    let suspects = store.stale(None, 10).await.expect("suspects are read").suspects;
+    store.claim_candidates(&suspects, "test:1", LEASE).await.expect("suspects are claimed").claims
+}
+
 async fn sweeps(database: TestDatabase) {
     let (db, store) = (&database.db, store(&database.db));
     enqueue(db, "t", 1).await;
@@ -272,14 +277,15 @@ async fn sweeps(database: TestDatabase) {
             1 | 2 => vec![claim_one(&store, LEASE).await],
             // With two attempts spent it is a suspect.
             _ => {
-                assert_eq!(claim(&store, 10, LEASE).await.claims.len(), 0);
-                let suspects =
-                    store.claim(ClaimStrategy::SkipLocked, Pick::Suspects, 10, "test:1", LEASE).await;
-                suspects.expect("suspects are claimed").claims
+                for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
+                    let ordinary = store.claim(strategy, 10, "test:1", LEASE).await;
+                    assert_eq!(ordinary.expect("the claim is carried out").claims.len(), 0);
+                }
+                claim_suspects(&store).await
             }
         };
         assert_eq!(claims.len(), 1);
-        assert_eq!(claims[0].attempts(), attempt);
+        assert_eq!((claims[0].attempts(), claims[0].is_suspect()), (attempt, attempt > 2));
         assert_eq!(sweep(&store).await, 0, "a lease that lasts is not stale");
         let_leases_end(db).await;
         assert_eq!(sweep(&store).await, 1);
@@ -396,10 +402,9 @@ async fn dies_every_time(database: TestDatabase) {
     enqueue(db, "t", 1).await;
     let mut claims = 0;
     while row(db).await.status != Status::Failed {
-        for pick in [Pick::Ordinary, Pick::Suspects] {
-            let claimed = store.claim(ClaimStrategy::Optimistic, pick, 1, "test:1", LEASE).await;
-            claims += claimed.expect("the claim is carried out").claims.len();
-        }
+        let ordinary = store.claim(ClaimStrategy::Optimistic, 1, "test:1", LEASE).await;
+        claims += ordinary.expect("the claim is carried out").claims.len();
+        claims += claim_suspects(&store).await.len();
         let_leases_end(db).await;
         sweep(&store).await;
         assert!(claims <= 5, "it is claimed too often");

@@ -10,6 +10,7 @@ mod enqueue;
 mod lifecycle;
 mod migration;
 mod nats;
+mod outage;
 mod relay;
 mod support;
 mod versioned;
@@ -28,6 +29,7 @@ fn main() {
         lifecycle::tests(),
         relay::tests(),
         nats::tests(),
+        outage::tests(),
         crash::tests(),
         versioned::tests(),
     ];

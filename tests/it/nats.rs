@@ -115,7 +115,7 @@ async fn wildcard() {
     for publisher in
         [NatsPublisher::jetstream(stream.client.clone()), NatsPublisher::core(stream.client.clone())]
     {
-        for topic in ["*", "a b", ">", "a\nb"] {
+        for topic in ["*", "a b", ">", "a\nb", "a..b", "a."] {
             let error = publisher.publish(&message(&stream.topic(topic))).await.unwrap_err();
             assert_eq!(error.kind(), PublishErrorKind::Permanent, "{topic:?}");
         }
@@ -233,9 +233,11 @@ async fn restart(database: TestDatabase) {
     })
     .await;
     let report = relay.shutdown().await.unwrap();
-    assert_eq!((report.failed, report.retried), (0, 0), "{report}");
+    assert_eq!(report.failed, 0, "{report}");
     let mut stream = context.get_stream("RESTART").await.unwrap();
     assert_eq!(stream.info().await.unwrap().state.messages, MESSAGES as u64);
-    assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1));
+    // Only a message that was alone in flight when the connection broke may be charged: one for each stop.
+    let charged = rows(&database.db).await.iter().filter(|row| row.attempts > 1).count();
+    assert!(charged <= 2, "{charged} messages were charged for an outage");
     server.remove().await;
 }

@@ -30,6 +30,12 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_database("relay::a_permanent_error_fails_at_once_and_harms_no_neighbour", permanent),
         on_each_database("relay::a_topic_without_destination_rests_and_the_others_go_on", configuration),
         on_each_database("relay::an_outage_of_the_broker_costs_no_attempt", outage),
+        on_each_database("relay::a_message_that_finds_the_broker_away_each_time_stops_no_other", in_the_way),
+        on_each_database(
+            "relay::a_message_that_breaks_the_connection_runs_out_of_attempts",
+            breaks_connection,
+        ),
+        on_each_database("relay::suspects_go_on_after_an_outage", suspects_after_outage),
         on_each_database("relay::a_panic_in_a_publisher_is_a_failed_attempt", panics),
         on_each_database("relay::a_publish_without_an_answer_is_given_up_in_time", no_answer),
         on_each_database("relay::many_publishes_are_in_flight_and_no_more_than_allowed", in_flight),
@@ -205,6 +211,56 @@ async fn outage(database: TestDatabase) {
     assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1), "no attempt was spent");
     assert_eq!((report.retried, report.failed), (0, 0));
     assert_eq!(switch.published.load(Ordering::SeqCst), 300);
+}
+
+/// Each try says that the broker is away, for this one message only.
+async fn in_the_way(database: TestDatabase) {
+    enqueue(&database.db, "poison", 1).await;
+    enqueue(&database.db, "good", 20).await;
+    let publisher = RecordingPublisher::answering(|message| match message.topic() {
+        "poison" => Err(PublishError::unavailable("no answer")),
+        _ => Ok(Ack::new()),
+    });
+    let relay = quick(&database, publisher).max_in_flight(1).build().unwrap().spawn();
+    until_all(&database, Status::Sent, 20).await;
+    relay.shutdown().await.unwrap();
+    let poison = rows(&database.db).await.remove(0);
+    assert_eq!((poison.status, poison.attempts), (Status::Pending, 0));
+    assert_eq!(poison.last_error.as_deref(), Some("no answer"));
+}
+
+async fn breaks_connection(database: TestDatabase) {
+    enqueue(&database.db, "poison", 1).await;
+    enqueue(&database.db, "good", 20).await;
+    let publisher = RecordingPublisher::answering(|message| match message.topic() {
+        "poison" => Err(PublishError::connection_lost("the server hung up")),
+        _ => Ok(Ack::new()),
+    });
+    let relay = quick(&database, publisher).build().unwrap().spawn();
+    until_all(&database, Status::Sent, 20).await;
+    until_all(&database, Status::Failed, 1).await;
+    relay.shutdown().await.unwrap();
+    let poison = rows(&database.db).await.remove(0);
+    assert_eq!((poison.attempts, poison.last_error.as_deref()), (5, Some("the server hung up")));
+}
+
+async fn suspects_after_outage(database: TestDatabase) {
+    let switch = Arc::new(Switch {
+        on: AtomicBool::new(false),
+        published: AtomicUsize::new(0),
+        refused: AtomicUsize::new(0),
+    });
+    enqueue(&database.db, "t", 3).await;
+    let suspect = "UPDATE outbox_message SET attempts = 2, last_error = 'claim expired: x'";
+    database.db.execute_unprepared(suspect).await.unwrap();
+    let relay = quick(&database, switch.clone()).build().unwrap().spawn();
+    eventually("a suspect to be refused", || async {
+        (switch.refused.load(Ordering::SeqCst) > 1).then_some(())
+    })
+    .await;
+    switch.on.store(true, Ordering::SeqCst);
+    until_all(&database, Status::Sent, 3).await;
+    relay.shutdown().await.unwrap();
 }
 
 async fn panics(database: TestDatabase) {
@@ -469,9 +525,13 @@ async fn suspects_alone(database: TestDatabase) {
                    WHERE topic = 'suspect'";
     database.db.execute_unprepared(suspect).await.unwrap();
     let company = Arc::new(Company::default());
-    let relay = quick(&database, company.clone()).batch_size(100).max_in_flight(50).build().unwrap().spawn();
+    // Two relays in one process would die together.
+    let relay =
+        || quick(&database, company.clone()).batch_size(100).max_in_flight(50).build().unwrap().spawn();
+    let (first, second) = (relay(), relay());
     until_all(&database, Status::Sent, 2_020).await;
-    relay.shutdown().await.unwrap();
+    first.shutdown().await.unwrap();
+    second.shutdown().await.unwrap();
     assert_eq!(company.suspects.load(Ordering::SeqCst), 20);
     assert_eq!(company.company.load(Ordering::SeqCst), 0, "a suspect was not alone");
 }

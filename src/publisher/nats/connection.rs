@@ -36,6 +36,7 @@ impl Connection {
         Ok(Before { connects: self.connects(), answers: self.answers.load(Ordering::Relaxed) })
     }
 
+    /// That the server has answered, whatever it said.
     pub(super) fn answered(&self) {
         self.answers.fetch_add(1, Ordering::Relaxed);
     }
@@ -46,20 +47,13 @@ impl Connection {
         self.is_up() && self.connects() == before.connects
     }
 
-    /// Whose fault it is that no answer came in time.
-    ///
-    /// A message is charged only if the server kept answering others meanwhile; if it answered nobody, or the
-    /// connection broke, it is an outage.
-    pub(super) fn no_answer(&self, before: &Before, what: &str) -> PublishError {
-        if !self.held(before) {
-            return PublishError::unavailable(format!("the connection to NATS was lost before {what}"));
-        }
-        if self.answers.load(Ordering::Relaxed) == before.answers {
-            return PublishError::unavailable(format!(
-                "NATS answered nothing at all while waiting for {what}"
-            ));
-        }
-        PublishError::transient(format!("{what} did not come in time"))
+    /// Whether anything was answered since.
+    pub(super) fn answered_since(&self, before: &Before) -> bool {
+        self.answers.load(Ordering::Relaxed) != before.answers
+    }
+
+    pub(super) fn lost(what: &str) -> PublishError {
+        PublishError::connection_lost(format!("the connection to NATS was lost before {what}"))
     }
 
     fn connects(&self) -> u64 {

@@ -5,7 +5,11 @@ use std::time::Duration;
 use async_nats::{Client, RequestErrorKind};
 use tokio::time::timeout;
 
-use super::{connection::Connection, headers, subject};
+use super::{
+    DEFAULT_ACK_TIMEOUT,
+    connection::{Before, Connection},
+    headers, subject,
+};
 use crate::{
     message::Message,
     publisher::{Ack, PublishError},
@@ -18,7 +22,7 @@ pub(super) struct Core {
 
 impl Core {
     pub(super) fn new(client: Client) -> Self {
-        Self { connection: Connection::new(client), ack_timeout: Duration::from_secs(4) }
+        Self { connection: Connection::new(client), ack_timeout: DEFAULT_ACK_TIMEOUT }
     }
 
     pub(super) fn set_ack_timeout(&mut self, limit: Duration) {
@@ -48,20 +52,25 @@ impl Core {
             match client.request(client.new_inbox(), Default::default()).await {
                 Err(error) if error.kind() == RequestErrorKind::NoResponders => Ok(()),
                 Ok(_) => Ok(()),
-                Err(error) => Err(self.connection.no_answer(&before, "the round trip").with_source(error)),
+                Err(error) => Err(self.no_answer(&before).with_source(error)),
             }
         };
-        match timeout(self.ack_timeout, round_trip).await {
+        let confirmed =
+            timeout(self.ack_timeout, round_trip).await.unwrap_or_else(|_| Err(self.no_answer(&before)));
+        match confirmed {
             // The answer may be that of another connection than the one the message went into.
-            Ok(Ok(())) if !self.connection.held(&before) => {
-                Err(PublishError::unavailable("the connection to NATS was lost before the round trip"))
-            }
-            Ok(Ok(())) => {
-                self.connection.answered();
-                Ok(Ack::new())
-            }
-            Ok(Err(error)) => Err(error),
-            Err(_) => Err(self.connection.no_answer(&before, "the round trip")),
+            Ok(()) if !self.connection.held(&before) => Err(Connection::lost("the round trip")),
+            Ok(()) => Ok(Ack::new()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A server that does not even answer itself is away.
+    fn no_answer(&self, before: &Before) -> PublishError {
+        if self.connection.held(before) {
+            PublishError::unavailable("NATS did not answer the round trip in time")
+        } else {
+            Connection::lost("the round trip")
         }
     }
 }

@@ -11,7 +11,10 @@ use async_nats::{
     },
 };
 
+use tokio::time::timeout;
+
 use super::{
+    DEFAULT_ACK_TIMEOUT,
     connection::{Before, Connection},
     headers, subject,
 };
@@ -25,6 +28,7 @@ const MAX_IN_FLIGHT: usize = 65_536;
 
 pub(super) struct JetStream {
     context: jetstream::Context,
+    ack_timeout: Duration,
     connection: Connection,
     expected_stream: Option<String>,
 }
@@ -32,7 +36,8 @@ pub(super) struct JetStream {
 impl JetStream {
     pub(super) fn new(client: Client) -> Self {
         Self {
-            context: context(&client, Duration::from_secs(4)),
+            context: context(&client, DEFAULT_ACK_TIMEOUT),
+            ack_timeout: DEFAULT_ACK_TIMEOUT,
             connection: Connection::new(client),
             expected_stream: None,
         }
@@ -40,6 +45,7 @@ impl JetStream {
 
     pub(super) fn set_ack_timeout(&mut self, limit: Duration) {
         self.context = context(&self.connection.client, limit);
+        self.ack_timeout = limit;
     }
 
     pub(super) fn set_expected_stream(&mut self, stream: String) {
@@ -79,69 +85,123 @@ impl JetStream {
         error: jetstream::context::PublishError,
     ) -> PublishError {
         match error.kind() {
-            Kind::TimedOut => {
-                self.connection.no_answer(before, "JetStream's acknowledgement").with_source(error)
-            }
+            Kind::TimedOut => self.no_answer(message, before).await,
             Kind::StreamNotFound => {
                 self.connection.answered();
-                self.no_stream(message).await.with_source(error)
+                self.no_stream(message).await
             }
             Kind::MaxPayloadExceeded => {
-                let limit = self.connection.client.max_payload();
-                PublishError::permanent(format!("payload too large ({} > {limit})", message.wire_size()))
-                    .with_source(error)
+                let expected = self
+                    .expected_stream
+                    .as_ref()
+                    .map_or(0, |stream| "Nats-Expected-Stream: \r\n".len() + stream.len());
+                let (size, limit) = (message.wire_size() + expected, self.connection.client.max_payload());
+                PublishError::permanent(format!("payload too large ({size} > {limit})"))
             }
             Kind::BrokenPipe | Kind::MaxAckPending => {
-                PublishError::unavailable("the NATS client is closing or overloaded").with_source(error)
+                PublishError::unavailable("the NATS client is closing or overloaded")
             }
-            _ => self.refused(error),
-        }
-    }
-
-    /// What the server said in its answer, by JetStream's error codes.
-    fn refused(&self, error: jetstream::context::PublishError) -> PublishError {
-        let answer = std::error::Error::source(&error)
-            .and_then(|source| source.downcast_ref::<jetstream::Error>())
-            .cloned();
-        let Some(answer) = answer else {
-            // Not an answer at all: the client could not send.
-            return PublishError::unavailable(format!("NATS: {error}")).with_source(error);
-        };
-        self.connection.answered();
-        let reason = format!("JetStream refused: {answer}");
-        match answer.error_code().0 {
-            // The message is larger than the stream takes.
-            10054 => PublishError::permanent(reason),
-            // Another stream than the one expected; the stream is full or sealed; JetStream has no room left,
-            // or is not switched on for this account.
-            10060 | 10077 | 10109 | 10023 | 10047 | 10039 | 10076 => PublishError::configuration(reason),
-            // No leader at the moment.
-            10008 | 10009 => PublishError::unavailable(reason),
-            _ => PublishError::transient(reason),
+            _ => self.refused(&error),
         }
         .with_source(error)
     }
 
-    /// Nobody took the subject. A missing stream and one without a leader look the same, so ask.
-    async fn no_stream(&self, message: &Message) -> PublishError {
-        let topic = message.topic();
-        match self.context.stream_by_subject(topic).await {
-            Ok(stream) => {
-                PublishError::unavailable(format!("the stream {stream} does not answer at the moment"))
+    /// No acknowledgement came in time. Whose fault is it?
+    ///
+    /// If the connection broke, or the server answers nothing at all, it is an outage. If the server answers and
+    /// knows the stream, and kept acknowledging others meanwhile, the message is charged.
+    async fn no_answer(&self, message: &Message, before: &Before) -> PublishError {
+        const WHAT: &str = "JetStream's acknowledgement";
+        if !self.connection.held(before) {
+            return Connection::lost(WHAT);
+        }
+        let answered_others = self.connection.answered_since(before);
+        match self.stream_of(message.topic()).await {
+            Stream::Known(_) if answered_others => {
+                PublishError::transient(format!("{WHAT} did not come in time"))
             }
-            Err(error) if error.kind() == GetStreamByNameErrorKind::NotFound => {
-                PublishError::configuration(format!(
-                    "no stream takes the subject {topic:?}: create one, for example with \
-                     `nats stream add --subjects '{topic}'`, or add the subject to an existing one"
-                ))
-            }
-            Err(error) if self.connection.is_up() => PublishError::configuration(format!(
-                "no stream takes the subject {topic:?}, and JetStream does not say why: {error}; \
-                 is JetStream switched on (`nats-server -js`)?"
+            Stream::Known(stream) => PublishError::configuration(format!(
+                "the stream {stream} takes the subject {:?} and does not acknowledge: it has no leader at the \
+                 moment, or these credentials may not publish there",
+                message.topic()
             )),
-            Err(error) => PublishError::unavailable(format!("JetStream does not answer: {error}")),
+            Stream::None => no_stream_takes(message.topic()),
+            Stream::Silence(_) if !self.connection.held(before) => Connection::lost(WHAT),
+            Stream::Silence(error) => {
+                PublishError::unavailable(format!("neither {WHAT} nor another answer came in time: {error}"))
+            }
         }
     }
+
+    /// Nobody took the subject. A missing stream, one without a leader and JetStream being off look the same.
+    async fn no_stream(&self, message: &Message) -> PublishError {
+        match self.stream_of(message.topic()).await {
+            Stream::Known(stream) => {
+                PublishError::configuration(format!("the stream {stream} has no leader at the moment"))
+            }
+            Stream::None => no_stream_takes(message.topic()),
+            Stream::Silence(error) => PublishError::unavailable(format!(
+                "JetStream does not answer: {error}; is it switched on (`nats-server -js`)?"
+            )),
+        }
+    }
+
+    /// Asks the server which stream takes the subject, in a part of the time that a publish has.
+    async fn stream_of(&self, topic: &str) -> Stream {
+        let asked = timeout(self.ack_timeout / 5, self.context.stream_by_subject(topic)).await;
+        let stream = match asked {
+            Ok(Ok(stream)) => Stream::Known(stream),
+            Ok(Err(error)) if error.kind() == GetStreamByNameErrorKind::NotFound => Stream::None,
+            Ok(Err(error)) => return Stream::Silence(error.to_string()),
+            Err(_) => return Stream::Silence("no answer".to_owned()),
+        };
+        self.connection.answered();
+        stream
+    }
+
+    /// What the server said in its answer, by JetStream's error codes.
+    fn refused(&self, error: &jetstream::context::PublishError) -> PublishError {
+        let source = std::error::Error::source(error);
+        let Some(answer) = source.and_then(|source| source.downcast_ref::<jetstream::Error>()) else {
+            return match source.and_then(|source| source.downcast_ref::<serde_json::Error>()) {
+                Some(_) => PublishError::configuration(format!(
+                    "something other than JetStream answers on this subject: {error}"
+                )),
+                // The client could not send.
+                None => PublishError::unavailable(format!("NATS: {error}")),
+            };
+        };
+        self.connection.answered();
+        let reason = format!("JetStream refused: {answer}");
+        match answer.error_code().0 {
+            // Larger than the stream takes; headers larger than the server takes.
+            10054 | 10097 => PublishError::permanent(reason),
+            // Another stream than the one expected; the stream is full or sealed or has no leader; JetStream has
+            // no room left, or is not switched on for this account.
+            10060 | 10077 | 10109 | 10008 | 10009 | 10023 | 10047 | 10039 | 10076 => {
+                PublishError::configuration(reason)
+            }
+            // Too many requests, and whatever else is the state of the server.
+            10167 => PublishError::unavailable(reason),
+            _ if matches!(answer.code(), 429 | 503) => PublishError::unavailable(reason),
+            _ => PublishError::transient(reason),
+        }
+    }
+}
+
+/// Which stream takes a subject.
+enum Stream {
+    Known(String),
+    None,
+    /// The server did not say.
+    Silence(String),
+}
+
+fn no_stream_takes(topic: &str) -> PublishError {
+    PublishError::configuration(format!(
+        "no stream takes the subject {topic:?}: create one, for example with \
+         `nats stream add --subjects '{topic}'`, or add the subject to an existing one"
+    ))
 }
 
 fn context(client: &Client, ack_timeout: Duration) -> jetstream::Context {

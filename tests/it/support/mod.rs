@@ -3,6 +3,7 @@
 pub(crate) mod database;
 pub(crate) mod nats;
 pub(crate) mod process;
+pub(crate) mod proxy;
 pub(crate) mod rows;
 pub(crate) mod servers;
 

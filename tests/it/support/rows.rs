@@ -10,7 +10,7 @@ use sea_orm_outbox::{
         outbox_message::{Column, Entity, Model},
     },
     lifecycle::RetryPolicy,
-    store::{Claim, ClaimStrategy, Claimed, Pick, Store},
+    store::{Claim, ClaimStrategy, Claimed, Store},
 };
 
 /// Long enough that no test outlives it by accident.
@@ -44,10 +44,7 @@ pub(crate) async fn count(db: &DatabaseConnection, status: Status) -> usize {
 }
 
 pub(crate) async fn claim(store: &Store, rows: u64, lease: Duration) -> Claimed {
-    store
-        .claim(ClaimStrategy::SkipLocked, Pick::Ordinary, rows, "test:1", lease)
-        .await
-        .expect("the claim is carried out")
+    store.claim(ClaimStrategy::SkipLocked, rows, "test:1", lease).await.expect("the claim is carried out")
 }
 
 /// Claims the only due row.

@@ -1,0 +1,157 @@
+//! The database goes away and comes back.
+
+use std::{sync::Arc, time::Duration};
+
+use libtest_mimic::Trial;
+use sea_orm::{ConnectOptions, ConnectionTrait, Database, DatabaseConnection};
+use sea_orm_outbox::{
+    Relay, RelayBuilder,
+    entity::Status,
+    publisher::RecordingPublisher,
+    store::{ClaimStrategy, Store, StoreError},
+};
+
+use crate::support::{
+    Kind, TestDatabase, eventually, on_database,
+    proxy::Proxy,
+    rows::{LEASE, count, enqueue, rows},
+    servers, within,
+};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    vec![
+        on_database(
+            Kind::Postgres,
+            "outage::a_statement_given_up_leaves_no_transaction_in_the_pool",
+            given_up,
+        ),
+        on_database(Kind::Postgres, "outage::a_database_that_comes_back_costs_no_attempt", comes_back),
+        on_database(Kind::Postgres, "outage::a_relay_stops_although_the_database_is_gone", stops_without),
+        on_database(Kind::Postgres, "outage::a_relay_waits_for_a_database_that_is_not_there_yet", not_yet),
+    ]
+}
+
+fn quick(
+    db: &DatabaseConnection,
+    publisher: Arc<RecordingPublisher>,
+) -> RelayBuilder<Arc<RecordingPublisher>> {
+    Relay::builder(db.clone(), publisher)
+        .poll_every(Duration::from_millis(20))
+        .sweep_every(Duration::from_millis(50))
+        .statement_timeout(Duration::from_secs(1))
+        .grace(Duration::from_secs(1))
+}
+
+/// A pool that does not wait long.
+async fn pool(url: &str, connections: u32) -> DatabaseConnection {
+    let mut options = ConnectOptions::new(url);
+    options
+        .sqlx_logging(false)
+        .max_connections(connections)
+        .acquire_timeout(Duration::from_secs(1))
+        .test_before_acquire(false);
+    Database::connect(options).await.unwrap()
+}
+
+/// Lets nobody into the database any more, and throws out whoever is in it.
+async fn take_away(admin: &DatabaseConnection, name: &str) {
+    allow(admin, name, false).await;
+    let sql = format!("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'");
+    admin.execute_unprepared(&sql).await.unwrap();
+}
+
+async fn allow(admin: &DatabaseConnection, name: &str, allowed: bool) {
+    let sql = format!("ALTER DATABASE {name} ALLOW_CONNECTIONS {allowed}");
+    admin.execute_unprepared(&sql).await.unwrap();
+}
+
+async fn admin(database: &TestDatabase) -> (DatabaseConnection, String) {
+    let name = database.url.rsplit_once('/').unwrap().1.to_owned();
+    (pool(&servers::postgres_url(), 2).await, name)
+}
+
+/// The next user of the connection must not find itself in a transaction that nobody commits.
+async fn given_up(database: TestDatabase) {
+    let (_, address) = database.url.rsplit_once('@').unwrap();
+    let (server, name) = address.split_once('/').unwrap();
+    let proxy = Proxy::to(server).await;
+    let url = format!("postgres://postgres:postgres@127.0.0.1:{}/{name}", proxy.port);
+    let db = pool(&url, 1).await;
+    enqueue(&db, "t", 1).await;
+    let store = Store::new(db.clone()).unwrap().with_statement_timeout(Duration::from_millis(200));
+    proxy.freeze();
+    let error = store.claim(ClaimStrategy::SkipLocked, 1, "test:1", LEASE).await.unwrap_err();
+    assert!(matches!(error, StoreError::Timeout { .. }), "{error}");
+    proxy.thaw();
+    eventually("the connection to be of use again", || async {
+        db.execute_unprepared("SELECT 1").await.ok().map(|_| ())
+    })
+    .await;
+    enqueue(&db, "t", 1).await;
+    assert_eq!(rows(&database.db).await.len(), 2, "the message was not committed");
+}
+
+async fn comes_back(database: TestDatabase) {
+    const MESSAGES: usize = 500;
+    let (admin, name) = admin(&database).await;
+    let db = pool(&database.url, 10).await;
+    enqueue(&db, "t", MESSAGES / 2).await;
+    let publisher = Arc::new(RecordingPublisher::new());
+    let relay = quick(&db, publisher.clone()).batch_size(10).lease(LEASE).build().unwrap().spawn();
+    for round in 1..=3 {
+        take_away(&admin, &name).await;
+        // Long enough for several tries of everything.
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
+        allow(&admin, &name, true).await;
+        eventually("the database to be of use again", || async {
+            db.execute_unprepared("SELECT 1").await.ok().map(|_| ())
+        })
+        .await;
+        if round == 2 {
+            enqueue(&db, "t", MESSAGES / 2).await;
+        }
+    }
+    eventually("everything to be sent", || async {
+        (count(&db, Status::Sent).await == MESSAGES).then_some(())
+    })
+    .await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.failed, report.retried, report.returned), (0, 0, 0), "{report}");
+    assert!(rows(&db).await.iter().all(|row| row.attempts == 1));
+    let mut published: Vec<_> = publisher.messages().iter().map(|message| message.id()).collect();
+    published.sort_unstable();
+    published.dedup();
+    assert_eq!(published.len(), MESSAGES);
+}
+
+async fn stops_without(database: TestDatabase) {
+    let (admin, name) = admin(&database).await;
+    let db = pool(&database.url, 10).await;
+    // A batch of one is always full: the settler must still see that it is over.
+    let publisher = Arc::new(RecordingPublisher::answering(|_| {
+        std::thread::sleep(Duration::from_millis(5));
+        Ok(sea_orm_outbox::Ack::new())
+    }));
+    enqueue(&db, "t", 1_000).await;
+    let relay = quick(&db, publisher.clone()).batch_size(1).build().unwrap().spawn();
+    eventually("the relay to work", || async { (publisher.messages().len() > 10).then_some(()) }).await;
+    take_away(&admin, &name).await;
+    let stopped = within(Duration::from_secs(8), "the relay to stop", relay.shutdown()).await;
+    stopped.unwrap();
+    allow(&admin, &name, true).await;
+}
+
+async fn not_yet(database: TestDatabase) {
+    let (admin, name) = admin(&database).await;
+    let db = pool(&database.url, 2).await;
+    enqueue(&db, "t", 1).await;
+    take_away(&admin, &name).await;
+    let relay = quick(&db, Arc::new(RecordingPublisher::new())).build().unwrap().spawn();
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    allow(&admin, &name, true).await;
+    eventually("the message to be sent", || async {
+        (count(&database.connect_again().await, Status::Sent).await == 1).then_some(())
+    })
+    .await;
+    relay.shutdown().await.unwrap();
+}
