@@ -79,6 +79,11 @@ async fn given_up(database: TestDatabase) {
     let db = pool(&url, 1).await;
     enqueue(&db, "t", 1).await;
     let store = Store::new(db.clone()).unwrap().with_statement_timeout(Duration::from_millis(200));
+    // The pool looks at a connection when it comes back; the statement is to find it idle.
+    eventually("the connection to be idle", || async {
+        (db.get_postgres_connection_pool().num_idle() == 1).then_some(())
+    })
+    .await;
     proxy.freeze();
     let error = store.claim(ClaimStrategy::SkipLocked, 1, "test:1", LEASE).await.unwrap_err();
     assert!(matches!(error, StoreError::Timeout { .. }), "{error}");

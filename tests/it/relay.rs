@@ -251,11 +251,18 @@ async fn suspects_after_outage(database: TestDatabase) {
         refused: AtomicUsize::new(0),
     });
     enqueue(&database.db, "t", 3).await;
-    let suspect = "UPDATE outbox_message SET attempts = 2, last_error = 'claim expired: x'";
-    database.db.execute_unprepared(suspect).await.unwrap();
     let relay = quick(&database, switch.clone()).build().unwrap().spawn();
-    eventually("a suspect to be refused", || async {
+    eventually("the outage to be noticed", || async {
         (switch.refused.load(Ordering::SeqCst) > 1).then_some(())
+    })
+    .await;
+    // Nothing is left to find the broker back with but suspects.
+    let suspect =
+        "UPDATE outbox_message SET attempts = 2, last_error = 'claim expired: x', version = version + 1
+                   WHERE status = 'PENDING'";
+    eventually("all rows to be suspects", || async {
+        database.db.execute_unprepared(suspect).await.unwrap();
+        rows(&database.db).await.iter().all(|row| row.attempts >= 2).then_some(())
     })
     .await;
     switch.on.store(true, Ordering::SeqCst);
