@@ -34,7 +34,7 @@ pub(crate) struct Broker {
 }
 
 enum Target {
-    Nats { publisher: NatsPublisher, context: jetstream::Context },
+    Nats { publisher: NatsPublisher, context: Box<jetstream::Context> },
     InProcess(Mutex<HashSet<String>>),
 }
 
@@ -128,7 +128,7 @@ impl Broker {
         };
         context.create_stream(config).await?;
         let publisher = NatsPublisher::jetstream(client);
-        let target = Target::Nats { publisher, context };
+        let target = Target::Nats { publisher, context: Box::new(context) };
         Ok(Arc::new(Self { target, how, name, server: Mutex::new(server) }))
     }
 

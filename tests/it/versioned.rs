@@ -269,8 +269,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         Sqlite: a_busy_database_is_not_a_conflict,
     ])
     .chain([
-        test("versioned::misuse_is_told_before_any_query", || misuse_is_told_before_any_query()),
-        test("versioned::messages_name_table_and_version", || messages_name_table_and_version()),
+        test("versioned::misuse_is_told_before_any_query", misuse_is_told_before_any_query),
+        test("versioned::messages_name_table_and_version", messages_name_table_and_version),
     ])
     .collect()
 }

@@ -25,7 +25,7 @@ const DEFAULT_ACK_TIMEOUT: Duration = Duration::from_secs(4);
 pub struct NatsPublisher(Mode);
 
 enum Mode {
-    JetStream(JetStream),
+    JetStream(Box<JetStream>),
     Core(Core),
 }
 
@@ -37,7 +37,7 @@ impl NatsPublisher {
     /// acknowledgement counts as success. An acknowledgement means that the server has stored the message, not
     /// that the disk has it: see the server's `sync_interval`.
     pub fn jetstream(client: Client) -> Self {
-        Self(Mode::JetStream(JetStream::new(client)))
+        Self(Mode::JetStream(Box::new(JetStream::new(client))))
     }
 
     /// Publishes to core NATS: whoever listens at that moment gets it, nobody else ever will.
