@@ -7,9 +7,14 @@ help: ## list the targets
 images: ## make sure that the container images of the test servers are on this machine
 	@tests/images/provide
 
-check: ## format, lints, documentation and its examples; needs no server
+check: ## format, lints, each feature alone, documentation and its examples; needs no server
 	cargo fmt --all -- --check
 	cargo clippy --locked --workspace --all-targets --all-features -- -D warnings
+	@for features in '' postgres mysql sqlite nats sqlite,testing; do \
+		echo "cargo check --no-default-features --features '$$features'"; \
+		cargo check --locked --quiet --lib --no-default-features --features "$$features" \
+			|| exit 1; \
+	done
 	RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --all-features --no-deps
 	cargo test --locked --workspace --all-features --doc
 

@@ -12,7 +12,9 @@ pub use message_id::MessageId;
 pub use new_message::NewMessage;
 pub use validate::InvalidMessage;
 
-pub(crate) use validate::{DEFAULT_MAX_MESSAGE_BYTES, validate, validate_topic};
+#[cfg(feature = "nats")]
+pub(crate) use validate::validate_topic;
+pub(crate) use validate::{DEFAULT_MAX_MESSAGE_BYTES, validate};
 
 /// The name of each header that a message brings along, besides those of its own.
 pub mod header {

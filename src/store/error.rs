@@ -1,6 +1,8 @@
 use std::time::Duration;
 
-use sea_orm::{DbBackend, DbErr, RuntimeErr, SqlxError};
+use sea_orm::{DbBackend, DbErr};
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+use sea_orm::{RuntimeErr, SqlxError};
 
 /// Why a statement of the store did not happen. Losing a race is not among them: that is a value.
 #[derive(Debug, thiserror::Error)]
@@ -37,38 +39,42 @@ pub enum StoreError {
 
 impl From<DbErr> for StoreError {
     fn from(error: DbErr) -> Self {
-        let answer = match &error {
-            DbErr::Exec(RuntimeErr::SqlxError(sqlx)) | DbErr::Query(RuntimeErr::SqlxError(sqlx)) => {
-                match &**sqlx {
-                    SqlxError::Database(answer) => answer.code().map(|code| code.into_owned()),
-                    SqlxError::ColumnDecode { .. } | SqlxError::Decode(_) | SqlxError::Encode(_) => {
-                        return Self::Refused(error);
-                    }
-                    _ => None,
-                }
-            }
-            DbErr::Type(_) | DbErr::Json(_) | DbErr::TryIntoErr { .. } => return Self::Refused(error),
-            _ => None,
-        };
-        match answer.as_deref().map(kind) {
-            Some(Kind::Contention) => Self::Contention(error),
-            Some(Kind::Refused) => Self::Refused(error),
-            Some(Kind::Table) => Self::Table(error),
-            // Whatever we do not know is no reason to give a row up.
-            Some(Kind::Unavailable) | None => Self::Unavailable(error),
+        match kind_of(&error) {
+            Kind::Contention => Self::Contention(error),
+            Kind::Refused => Self::Refused(error),
+            Kind::Table => Self::Table(error),
+            Kind::Unavailable => Self::Unavailable(error),
         }
     }
 }
 
 #[derive(Debug, PartialEq, Eq)]
+#[cfg_attr(not(any(feature = "postgres", feature = "mysql", feature = "sqlite")), allow(dead_code))]
 enum Kind {
     Contention,
     Refused,
     Table,
+    /// Whatever we do not know is no reason to give a row up.
     Unavailable,
 }
 
+fn kind_of(error: &DbErr) -> Kind {
+    match error {
+        DbErr::Type(_) | DbErr::Json(_) | DbErr::TryIntoErr { .. } => Kind::Refused,
+        #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
+        DbErr::Exec(RuntimeErr::SqlxError(error)) | DbErr::Query(RuntimeErr::SqlxError(error)) => {
+            match &**error {
+                SqlxError::Database(answer) => kind(&answer.code().unwrap_or_default()),
+                SqlxError::ColumnDecode { .. } | SqlxError::Decode(_) | SqlxError::Encode(_) => Kind::Refused,
+                _ => Kind::Unavailable,
+            }
+        }
+        _ => Kind::Unavailable,
+    }
+}
+
 /// What an error code says: five characters are an SQLSTATE, a number is an extended result code of SQLite.
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 fn kind(code: &str) -> Kind {
     if code.len() == 5 {
         return match code {
@@ -92,7 +98,7 @@ fn kind(code: &str) -> Kind {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, any(feature = "postgres", feature = "mysql", feature = "sqlite")))]
 mod tests {
     use super::*;
 
