@@ -77,7 +77,7 @@ struct Arguments {
     #[arg(long, env = "RELAY_GRACE", default_value = "10s", value_parser = humantime::parse_duration)]
     grace: Duration,
     /// What to log: error, warn, info, debug, or a filter of tracing
-    #[arg(long, env = "RUST_LOG", default_value = "info")]
+    #[arg(long, env = "RUST_LOG", default_value = "info,async_nats=off")]
     log: String,
 }
 

@@ -99,7 +99,7 @@ impl<P: Publisher> RelayBuilder<P> {
         Self { db, publisher, statement_timeout: Duration::from_secs(10), settings }
     }
 
-    /// The name of this relay in `claimed_by` and in the log, 1 to 80 characters. It need not be unique: the
+    /// The name of this relay in `claimed_by` and in the log, 1 to 64 characters. It need not be unique: the
     /// version is what counts. Default: the process id and a random number.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.settings.name = name.into();
@@ -203,8 +203,8 @@ impl<P> fmt::Debug for RelayBuilder<P> {
 fn check(settings: &Settings, statement_timeout: Duration) -> Result<(), ConfigError> {
     let refuse = |setting, value: String, rule| Err(ConfigError::Setting { setting, value, rule });
     let name = &settings.name;
-    if !(1..=80).contains(&name.chars().count()) || name.chars().any(char::is_control) {
-        return refuse("name", format!("{name:?}"), "must have 1 to 80 characters, none a control character");
+    if !(1..=64).contains(&name.chars().count()) || name.chars().any(char::is_control) {
+        return refuse("name", format!("{name:?}"), "must have 1 to 64 characters, none a control character");
     }
     if !(1..=10_000).contains(&settings.batch_size) {
         return refuse("batch_size", settings.batch_size.to_string(), "must be from 1 to 10,000");

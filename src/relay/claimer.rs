@@ -22,7 +22,9 @@ pub(super) async fn run<P: Publisher>(
     to_settler: Sender<Settlement>,
 ) {
     let rows = shared.settings.batch_size;
-    let mut claimer = Claimer { shared, to_settler, rows, batches: 0, failures: 0 };
+    let run = fastrand::u32(..);
+    let unanswered = Vec::new();
+    let mut claimer = Claimer { shared, to_settler, rows, run, batches: 0, failures: 0, unanswered };
     let mut suspects_after = Instant::now();
     // Ends when told to stop; a claim that is under way is always seen through.
     while let Some(passage) = claimer.passage().await {
@@ -37,6 +39,7 @@ pub(super) async fn run<P: Publisher>(
             }
             Passage::Free => claimer.claim(claimer.rows, room).await,
         };
+        claimer.give_back_unanswered().await;
         let pause = match next {
             Next::AtOnce => continue,
             Next::LostRace => Duration::from_millis(fastrand::u64(1..10)),
@@ -52,10 +55,17 @@ struct Claimer<P> {
     to_settler: Sender<Settlement>,
     /// How many rows to claim: fewer after a claim that took too long.
     rows: usize,
+    /// Tells the claims of this relay from those of another with the same name.
+    run: u32,
     batches: u64,
     /// Of the database, one after the other.
     failures: u32,
+    /// Claims whose answer never came: they may have happened.
+    unanswered: Vec<String>,
 }
+
+/// More claims without an answer than this are left to the sweep.
+const MOST_UNANSWERED: usize = 100;
 
 /// When to claim again.
 enum Next {
@@ -72,7 +82,7 @@ impl<P: Publisher> Claimer<P> {
         let Shared { store, settings, .. } = &*self.shared;
         let before = Instant::now();
         let claimed = store.claim(settings.strategy, rows as u64, &claimed_by, settings.lease).await;
-        self.claimed(claimed, before, room).await
+        self.claimed(claimed, claimed_by, before, room).await
     }
 
     /// Claims one row, to see whether the broker is back, and waits for what becomes of it.
@@ -109,7 +119,7 @@ impl<P: Publisher> Claimer<P> {
             Err(StoreError::Contention(_)) => Ok(Claimed::default()),
             other => other,
         };
-        match self.claimed(claimed, before, room).await {
+        match self.claimed(claimed, claimed_by, before, room).await {
             // There may be others.
             Next::Poll => Next::AtOnce,
             next => next,
@@ -119,6 +129,7 @@ impl<P: Publisher> Claimer<P> {
     async fn claimed(
         &mut self,
         claimed: Result<Claimed, StoreError>,
+        claimed_by: String,
         before: Instant,
         room: Permit<'_, Vec<Claim>>,
     ) -> Next {
@@ -133,6 +144,9 @@ impl<P: Publisher> Claimer<P> {
                     tracing::warn!(%error, "cannot claim; the relay waits for the database");
                 }
                 self.failures = self.failures.saturating_add(1);
+                if self.unanswered.len() < MOST_UNANSWERED {
+                    self.unanswered.push(claimed_by);
+                }
                 return Next::Retry(pace().delay(self.failures, fastrand::f64()));
             }
         };
@@ -164,10 +178,30 @@ impl<P: Publisher> Claimer<P> {
         }
     }
 
-    /// Names this relay and the batch.
+    /// Gives back what was claimed by statements whose answer never came, once the database answers again.
+    /// Nobody has seen those rows, so no attempt is spent.
+    async fn give_back_unanswered(&mut self) {
+        while self.failures == 0
+            && let Some(claimed_by) = self.unanswered.last()
+        {
+            let before = Instant::now();
+            let Ok(fences) = self.shared.store.claims_of(claimed_by).await else { return };
+            self.unanswered.pop();
+            if fences.is_empty() {
+                continue;
+            }
+            tracing::info!(rows = fences.len(), "giving back claims whose answer never came");
+            self.shared.held.add(fences.iter().copied(), before + self.shared.settings.lease);
+            for fence in fences {
+                let _ = self.to_settler.send(Settlement::release(fence)).await;
+            }
+        }
+    }
+
+    /// Names this relay, its run and the batch.
     fn claimed_by(&mut self) -> String {
         self.batches += 1;
-        format!("{}:{}", self.shared.settings.name, self.batches)
+        format!("{}:{:08x}-{}", self.shared.settings.name, self.run, self.batches)
     }
 
     /// Waits until the broker is there and a batch can be held; `None` when told to stop first.

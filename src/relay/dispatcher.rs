@@ -165,18 +165,18 @@ impl<P: Publisher> Dispatcher<'_, P> {
     }
 
     async fn settle(&self, claim: Claim, outcome: Outcome) {
-        let (message_id, topic) = (claim.message().id(), claim.message().topic().to_owned());
+        let failed = matches!(outcome, Outcome::Transient(_) | Outcome::Permanent(_));
+        let message = failed.then(|| (claim.message().id(), claim.message().topic().to_owned()));
         let attempts = claim.attempts();
         let settlement = claim.settle(outcome, &self.shared.settings.retry, fastrand::f64());
-        let transition = settlement.transition();
-        let (id, error) = (settlement.fence().id, transition.error());
-        match transition.arrow() {
-            Arrow::Fail => tracing::warn!(id, %message_id, topic, attempts, error, "message failed"),
-            Arrow::Retry => {
-                let delay = transition.delay();
+        if let Some((message_id, topic)) = message {
+            let transition = settlement.transition();
+            let (id, error, delay) = (settlement.fence().id, transition.error(), transition.delay());
+            if transition.arrow() == Arrow::Fail {
+                tracing::warn!(id, %message_id, topic, attempts, error, "message failed");
+            } else {
                 tracing::debug!(id, %message_id, topic, attempts, error, ?delay, "message will be retried");
             }
-            _ => {}
         }
         // There is room for every claim that can be held, and the settler ends last.
         let _ = self.to_settler.send(settlement).await;

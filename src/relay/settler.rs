@@ -11,7 +11,6 @@ use tokio::{
 
 use super::{Shared, pace, report::add};
 use crate::{
-    lifecycle::{Outcome, RetryPolicy, settle},
     publisher::Publisher,
     store::{Fence, Lost, Settlement, StoreError},
 };
@@ -186,9 +185,7 @@ impl<P: Publisher> Settler<P> {
         let give_up = self.shared.grace_ends();
         let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
         let unused = self.shared.held.fences().into_iter().filter(|fence| !settling.contains(fence));
-        // A release is the same for every attempt.
-        let release = settle(1, Outcome::Unused, &RetryPolicy::default(), 0.0);
-        self.batch.extend(unused.map(|fence| Settlement::new(fence, release.clone())));
+        self.batch.extend(unused.map(Settlement::release));
         while !self.batch.is_empty() {
             self.write().await;
             if let Some(at) = self.write_at {

@@ -108,7 +108,8 @@ impl Store {
     ///
     /// # Errors
     /// When the database does not carry it out. After [`StoreError::Timeout`] and
-    /// [`StoreError::Unavailable`] rows may be claimed all the same; the sweep returns them.
+    /// [`StoreError::Unavailable`] rows may be claimed all the same: see [`Store::claims_of`]; otherwise the sweep
+    /// returns them.
     pub async fn claim(
         &self,
         strategy: ClaimStrategy,
@@ -199,6 +200,30 @@ impl Store {
         let won = claimed.claims.len() + claimed.unreadable.len();
         claimed.lost_races = (candidates.len() - won) as u64;
         Ok(claimed)
+    }
+
+    /// The rows that a claim won whose answer never came, found by its `claimed_by`, which must be unique to it.
+    ///
+    /// It looks at the first 20,000 entries of the due index, where claimed rows stand; what lies further behind
+    /// is left to the sweep.
+    ///
+    /// # Errors
+    /// When the database does not carry it out.
+    pub async fn claims_of(&self, claimed_by: &str) -> Result<Vec<Fence>, StoreError> {
+        let sql = format!(
+            "\
+            SELECT id, version
+            FROM (
+                SELECT id, version, status, claimed_by FROM outbox_message
+                WHERE available_at <= {now}
+                ORDER BY available_at, id
+                LIMIT 20000
+            ) AS entries
+            WHERE status = 'PROCESSING' AND claimed_by = $1",
+            now = self.dialect.now(),
+        );
+        let rows = self.run("read claims back", sql, vec![claimed_by.into()]).await?;
+        Ok(rows.iter().map(Fence::read).collect::<Result<_, _>>()?)
     }
 
     async fn claim_optimistic(

@@ -6,10 +6,10 @@ use super::{
     Fence, Lost, Store, StoreError,
     dialect::{Column, Given, Verb},
 };
-use crate::lifecycle::{Guard, Transition};
+use crate::lifecycle::{Guard, Outcome, RetryPolicy, Transition, settle};
 
 /// What becomes of one claim: made by [`Claim::settle`](super::Claim::settle), which consumes the claim,
-/// or by [`Stale::settle`](super::Stale::settle).
+/// by [`Stale::settle`](super::Stale::settle), or by [`Settlement::release`].
 #[derive(Debug)]
 #[must_use = "a claim is not settled until the settlement is written"]
 pub struct Settlement {
@@ -28,7 +28,12 @@ impl Settlement {
         &self.transition
     }
 
-    pub(crate) fn new(fence: Fence, transition: Transition) -> Self {
+    /// Gives a claim back unused, whichever attempt it was.
+    pub fn release(fence: Fence) -> Self {
+        Self::new(fence, settle(1, Outcome::Unused, &RetryPolicy::default(), 0.0))
+    }
+
+    pub(super) fn new(fence: Fence, transition: Transition) -> Self {
         Self { fence, transition }
     }
 }

@@ -25,6 +25,7 @@ pub(crate) fn tests() -> Vec<Trial> {
             "outage::a_statement_given_up_leaves_no_transaction_in_the_pool",
             given_up,
         ),
+        on_database(Kind::Postgres, "outage::a_claim_whose_answer_is_lost_is_given_back", lost_answer),
         on_database(Kind::Postgres, "outage::a_database_that_comes_back_costs_no_attempt", comes_back),
         on_database(Kind::Postgres, "outage::a_relay_stops_although_the_database_is_gone", stops_without),
         on_database(Kind::Postgres, "outage::a_relay_waits_for_a_database_that_is_not_there_yet", not_yet),
@@ -70,13 +71,43 @@ async fn admin(database: &TestDatabase) -> (DatabaseConnection, String) {
     (pool(&servers::postgres_url(), 2).await, name)
 }
 
-/// The next user of the connection must not find itself in a transaction that nobody commits.
-async fn given_up(database: TestDatabase) {
+/// A pool whose connections go through a proxy.
+async fn proxied(database: &TestDatabase, connections: u32) -> (Proxy, DatabaseConnection) {
     let (_, address) = database.url.rsplit_once('@').unwrap();
     let (server, name) = address.split_once('/').unwrap();
     let proxy = Proxy::to(server).await;
     let url = format!("postgres://postgres:postgres@127.0.0.1:{}/{name}", proxy.port);
-    let db = pool(&url, 1).await;
+    let db = pool(&url, connections).await;
+    (proxy, db)
+}
+
+async fn lost_answer(database: TestDatabase) {
+    enqueue(&database.db, "t", 10).await;
+    let (proxy, db) = proxied(&database, 5).await;
+    // The first look at the table, and the claim.
+    proxy.freeze_at_commit(2);
+    let publisher = Arc::new(RecordingPublisher::new());
+    let relay = quick(&db, publisher.clone()).sweep_every(Duration::from_secs(60)).build().unwrap().spawn();
+    eventually("the claim to be made and its answer to be lost", || async {
+        (proxy.is_frozen() && count(&database.db, Status::Processing).await == 10).then_some(())
+    })
+    .await;
+    // Longer than the relay waits for the answer.
+    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    assert_eq!(publisher.messages().len(), 0, "nothing is published without a claim");
+    proxy.thaw();
+    eventually("the messages to be sent", || async {
+        (count(&database.db, Status::Sent).await == 10).then_some(())
+    })
+    .await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.released, report.returned), (10, 0), "{report}");
+    assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1), "no attempt was spent");
+}
+
+/// The next user of the connection must not find itself in a transaction that nobody commits.
+async fn given_up(database: TestDatabase) {
+    let (proxy, db) = proxied(&database, 1).await;
     enqueue(&db, "t", 1).await;
     let store = Store::new(db.clone()).unwrap().with_statement_timeout(Duration::from_millis(200));
     // The pool looks at a connection when it comes back; the statement is to find it idle.

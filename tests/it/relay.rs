@@ -572,7 +572,7 @@ async fn refused_settings(database: TestDatabase) {
         ("batch_size", refused(builder().batch_size(10_001))),
         ("max_in_flight", refused(builder().max_in_flight(0))),
         ("name", refused(builder().name(""))),
-        ("name", refused(builder().name("x".repeat(81)))),
+        ("name", refused(builder().name("x".repeat(65)))),
         ("poll_every", refused(builder().poll_every(Duration::ZERO))),
         ("sweep_every", refused(builder().sweep_every(Duration::MAX))),
         ("statement_timeout", refused(builder().statement_timeout(Duration::ZERO))),

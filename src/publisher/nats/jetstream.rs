@@ -200,7 +200,7 @@ enum Stream {
 fn no_stream_takes(topic: &str) -> PublishError {
     PublishError::configuration(format!(
         "no stream takes the subject {topic:?}: create one, for example with \
-         `nats stream add --subjects '{topic}'`, or add the subject to an existing one"
+         `nats stream add NAME --subjects '{topic}'`, or add the subject to an existing one"
     ))
 }
 

@@ -1,5 +1,10 @@
 //! A stretch of network that can be held up.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream, tcp},
@@ -10,7 +15,9 @@ use tokio::{
 /// Passes connections on to a server; while it is frozen, what the server says does not arrive.
 pub(crate) struct Proxy {
     pub(crate) port: u16,
-    frozen: watch::Sender<bool>,
+    frozen: Arc<watch::Sender<bool>>,
+    /// How many times the client may still say `COMMIT` before the network freezes.
+    commits: Arc<AtomicUsize>,
     _tasks: JoinSet<()>,
 }
 
@@ -19,7 +26,9 @@ impl Proxy {
     pub(crate) async fn to(server: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
         let port = listener.local_addr().expect("it has an address").port();
-        let (frozen, is_frozen) = watch::channel(false);
+        let frozen = Arc::new(watch::Sender::new(false));
+        let commits = Arc::new(AtomicUsize::new(usize::MAX));
+        let (freezing, counting) = (frozen.clone(), commits.clone());
         let server = server.to_owned();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
@@ -28,11 +37,31 @@ impl Proxy {
                 let Ok(upstream) = TcpStream::connect(&server).await else { continue };
                 let (from_client, to_client) = client.into_split();
                 let (from_server, to_server) = upstream.into_split();
-                pumps.spawn(pump(from_client, to_server, None));
-                pumps.spawn(pump(from_server, to_client, Some(is_frozen.clone())));
+                let (freezing, counting) = (freezing.clone(), counting.clone());
+                let mut is_frozen = freezing.subscribe();
+                pumps.spawn(pump(from_client, to_server, async move |said: &[u8]| {
+                    let commit = said.windows(7).any(|said| said == b"COMMIT\0");
+                    if commit && counting.fetch_sub(1, Ordering::SeqCst) == 1 {
+                        freezing.send_replace(true);
+                    }
+                }));
+                pumps.spawn(pump(from_server, to_client, async move |_: &[u8]| {
+                    // It ends with the proxy.
+                    let _ = is_frozen.wait_for(|frozen| !frozen).await;
+                }));
             }
         });
-        Self { port, frozen, _tasks: tasks }
+        Self { port, frozen, commits, _tasks: tasks }
+    }
+
+    /// Freezes when the client says `COMMIT` for the `nth` time from now: the server hears it, and its answer
+    /// does not arrive.
+    pub(crate) fn freeze_at_commit(&self, nth: usize) {
+        self.commits.store(nth, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_frozen(&self) -> bool {
+        *self.frozen.borrow()
     }
 
     pub(crate) fn freeze(&self) {
@@ -44,18 +73,11 @@ impl Proxy {
     }
 }
 
-async fn pump(
-    mut from: tcp::OwnedReadHalf,
-    mut to: tcp::OwnedWriteHalf,
-    mut frozen: Option<watch::Receiver<bool>>,
-) {
+/// Passes on what is said, each piece after `before` has seen it.
+async fn pump(mut from: tcp::OwnedReadHalf, mut to: tcp::OwnedWriteHalf, mut before: impl AsyncFnMut(&[u8])) {
     let mut buffer = vec![0; 16 * 1024];
     while let Ok(read @ 1..) = from.read(&mut buffer).await {
-        if let Some(frozen) = &mut frozen
-            && frozen.wait_for(|frozen| !frozen).await.is_err()
-        {
-            return;
-        }
+        before(&buffer[..read]).await;
         if to.write_all(&buffer[..read]).await.is_err() {
             return;
         }
