@@ -1,16 +1,12 @@
 //! Claim: win rows by their version.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::time::Duration;
 
-use sea_orm::{DbErr, QueryResult, Value};
+use sea_orm::Value;
 use tokio::time::Instant;
-use uuid::Uuid;
 
-use super::{Fence, Settlement, Store, StoreError, dialect::Dialect};
-use crate::{
-    lifecycle::{EXPIRED, Outcome, RetryPolicy, settle},
-    message::Message,
-};
+use super::{Claimed, Fence, Store, StoreError, claimed, dialect::Dialect};
+use crate::lifecycle::EXPIRED;
 
 /// How several relays keep out of each other's way. Both compare the version; they make the same promises.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,65 +32,6 @@ const SLICES: u64 = 16;
 /// Whether a `PENDING` row is a suspect, in SQL.
 pub(super) fn suspect() -> String {
     format!("(attempts >= 2 AND COALESCE(last_error, '') LIKE '{EXPIRED}%')")
-}
-
-/// A row that is ours until its lease is over. It cannot be cloned, and settling consumes it: a claim is
-/// settled once.
-#[derive(Debug)]
-#[must_use = "a claim that is not settled waits for the sweep"]
-pub struct Claim {
-    fence: Fence,
-    attempts: u32,
-    suspect: bool,
-    trusted_until: Instant,
-    message: Message,
-}
-
-impl Claim {
-    /// The row and the version that the claim gave it.
-    pub fn fence(&self) -> Fence {
-        self.fence
-    }
-
-    /// Which attempt this is, counted from 1.
-    pub fn attempts(&self) -> u32 {
-        self.attempts
-    }
-
-    /// Whether workers may have died of it: a sweep returned it with two or more attempts spent. It is to be
-    /// published with nothing else in flight in the process.
-    pub fn is_suspect(&self) -> bool {
-        self.suspect
-    }
-
-    /// Until when the lease certainly lasts: reckoned from before the statement was sent, so that it ends
-    /// early rather than late. A renewal is for the caller to remember.
-    pub fn trusted_until(&self) -> Instant {
-        self.trusted_until
-    }
-
-    /// What to publish.
-    pub fn message(&self) -> &Message {
-        &self.message
-    }
-
-    /// Decides what becomes of the row. Nothing is written until [`Store::settle`] has it.
-    pub fn settle(self, outcome: Outcome, policy: &RetryPolicy, random: f64) -> Settlement {
-        Settlement::new(self.fence, settle(self.attempts, outcome, policy, random))
-    }
-}
-
-/// What came of claiming a batch.
-#[derive(Debug, Default)]
-pub struct Claimed {
-    /// The rows won, by id.
-    pub claims: Vec<Claim>,
-    /// Rows won that cannot be read: each fails with the reason, its neighbours go on.
-    pub unreadable: Vec<Settlement>,
-    /// How many rows were read at the version that somebody else changed first.
-    pub lost_races: u64,
-    /// Whether there were at least as many rows as asked for: there may be more.
-    pub more: bool,
 }
 
 impl Store {
@@ -137,15 +74,7 @@ impl Store {
     /// # Errors
     /// When the database does not carry it out.
     pub async fn candidates(&self, limit: u64) -> Result<Vec<Fence>, StoreError> {
-        let sql = format!(
-            "\
-            SELECT id, version FROM outbox_message
-            WHERE available_at <= {now} AND status = 'PENDING' AND NOT {suspect}
-            ORDER BY available_at, id
-            LIMIT $1",
-            now = self.dialect.now(),
-            suspect = suspect(),
-        );
+        let sql = self.due();
         let head = integer(limit.saturating_mul(SLICES));
         let rows = self.run("read candidates", sql, vec![head]).await?;
         let mut fences: Vec<Fence> = rows.iter().map(Fence::read).collect::<Result<_, _>>()?;
@@ -186,14 +115,14 @@ impl Store {
                 FROM unnest($1::bigint[], $2::bigint[]) AS g(id, version)
                 WHERE o.id = g.id AND o.version = g.version
                 RETURNING {columns}",
-                columns = self.claim_columns(),
+                columns = claimed::columns(self.dialect),
             ),
             Dialect::Sqlite => format!(
                 "\
                 UPDATE outbox_message AS o SET {set}
                 WHERE (o.id, o.version) IN (SELECT value ->> 0, value ->> 1 FROM json_each($1))
                 RETURNING {columns}",
-                columns = self.claim_columns(),
+                columns = claimed::columns(self.dialect),
             ),
         };
         let mut claimed = self.run_claim(sql, values, lease).await?;
@@ -244,17 +173,9 @@ impl Store {
         claimed_by: &str,
         lease: Duration,
     ) -> Result<Claimed, StoreError> {
-        let due = format!(
-            "\
-            SELECT id, version FROM outbox_message
-            WHERE available_at <= {now} AND status = 'PENDING' AND NOT {suspect}
-            ORDER BY available_at, id
-            LIMIT $1",
-            now = self.dialect.now(),
-            suspect = suspect(),
-        );
+        let due = self.due();
         let set = self.claim_set(2);
-        let columns = self.claim_columns();
+        let columns = claimed::columns(self.dialect);
         let sql = match self.dialect {
             // MATERIALIZED: a bare subquery may be run more than once and lock more rows than asked for.
             Dialect::Postgres => format!(
@@ -278,6 +199,19 @@ impl Store {
         Ok(claimed)
     }
 
+    /// Rows that are due, at most `$1`.
+    fn due(&self) -> String {
+        format!(
+            "\
+            SELECT id, version FROM outbox_message
+            WHERE available_at <= {now} AND status = 'PENDING' AND NOT {suspect}
+            ORDER BY available_at, id
+            LIMIT $1",
+            now = self.dialect.now(),
+            suspect = suspect(),
+        )
+    }
+
     /// What a claim writes. Parameter `next` is the claimant, the one after it the lease in milliseconds.
     fn claim_set(&self, next: usize) -> String {
         let cast = match self.dialect {
@@ -295,20 +229,6 @@ impl Store {
         )
     }
 
-    fn claim_columns(&self) -> String {
-        // SQLite knows the columns of RETURNING only by their bare names.
-        let (o, headers) = match self.dialect {
-            Dialect::Postgres => ("o.", "o.headers::text"),
-            Dialect::Sqlite => ("", "headers"),
-        };
-        format!(
-            "\
-            {o}id, {o}version, {o}attempts, {o}message_id, {o}topic, {o}aggregate_type, {o}aggregate_id, \
-            {o}ordering_key, {o}event_type, {o}content_type, {headers}, {o}payload, \
-            CASE WHEN {o}attempts > 2 AND {o}last_error LIKE '{EXPIRED}%' THEN 1 ELSE 0 END"
-        )
-    }
-
     async fn run_claim(
         &self,
         sql: String,
@@ -319,52 +239,8 @@ impl Store {
         // A lease beyond all time is trusted for a day.
         let trusted_until = before.checked_add(lease).unwrap_or(before + DAY);
         let rows = self.run("claim", sql, values).await?;
-        let mut claimed = Claimed { claims: Vec::with_capacity(rows.len()), ..Claimed::default() };
-        for row in &rows {
-            let fence = Fence::read(row)?;
-            let attempts: i32 = row.try_get_by_index(2)?;
-            let attempts = u32::try_from(attempts).unwrap_or(0);
-            let suspect = row.try_get_by_index::<i32>(12)? == 1;
-            match message(row) {
-                Ok(message) => {
-                    claimed.claims.push(Claim { fence, attempts, suspect, trusted_until, message });
-                }
-                Err(error) => {
-                    let outcome = Outcome::Permanent(format!("the row cannot be read: {error}"));
-                    let transition = settle(attempts, outcome, &RetryPolicy::default(), 0.0);
-                    claimed.unreadable.push(Settlement::new(fence, transition));
-                }
-            }
-        }
-        // RETURNING has no order.
-        claimed.claims.sort_unstable_by_key(|claim| claim.fence.id);
-        Ok(claimed)
+        Claimed::read(&rows, trusted_until)
     }
-}
-
-fn message(row: &QueryResult) -> Result<Message, DbErr> {
-    let id: Uuid = row.try_get_by_index(3)?;
-    let kind: Option<String> = row.try_get_by_index(5)?;
-    let aggregate_id: Option<String> = row.try_get_by_index(6)?;
-    let payload: Vec<u8> = row.try_get_by_index(11)?;
-    Ok(Message {
-        id: id.into(),
-        topic: row.try_get_by_index(4)?,
-        aggregate: kind.zip(aggregate_id),
-        ordering_key: row.try_get_by_index(7)?,
-        event_type: row.try_get_by_index(8)?,
-        content_type: row.try_get_by_index(9)?,
-        headers: headers(row.try_get_by_index(10)?)?,
-        payload: payload.into(),
-    })
-}
-
-fn headers(json: String) -> Result<BTreeMap<String, String>, DbErr> {
-    if json == "{}" {
-        return Ok(BTreeMap::new());
-    }
-    serde_json::from_str(&json)
-        .map_err(|error| DbErr::Json(format!("headers are not an object of texts: {error}")))
 }
 
 fn integer(value: u64) -> Value {

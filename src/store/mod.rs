@@ -19,6 +19,7 @@
 //!   volatile and never an index condition; `clock_timestamp()` where a time is written.
 
 mod claim;
+mod claimed;
 mod delete;
 mod dialect;
 mod enqueue;
@@ -37,7 +38,8 @@ use sea_orm::{
 };
 use tokio::time::timeout;
 
-pub use claim::{Claim, ClaimStrategy, Claimed};
+pub use claim::ClaimStrategy;
+pub use claimed::{Claim, Claimed};
 pub use error::StoreError;
 pub use fence::{Fence, Lost};
 pub use settle::Settlement;
