@@ -45,6 +45,11 @@ impl Held {
         self.lock().get(&fence).copied()
     }
 
+    /// Those whose lease ends before then.
+    pub(super) fn ending_before(&self, instant: Instant) -> Vec<Fence> {
+        self.lock().iter().filter(|(_, until)| **until < instant).map(|(fence, _)| *fence).collect()
+    }
+
     pub(super) fn fences(&self) -> Vec<Fence> {
         self.lock().keys().copied().collect()
     }

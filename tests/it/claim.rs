@@ -1,9 +1,9 @@
 //! Who wins a row, and what it costs the others.
 
-use std::{collections::HashSet, sync::Arc};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use libtest_mimic::Trial;
-use sea_orm::ConnectionTrait;
+use sea_orm::{ConnectionTrait, TransactionTrait};
 use sea_orm_outbox::{
     lifecycle::{Outcome, RetryPolicy},
     store::{ClaimStrategy, Fence},
@@ -11,21 +11,26 @@ use sea_orm_outbox::{
 use tokio::{sync::Barrier, task::JoinSet};
 
 use crate::support::{
-    TestDatabase, on_each_database,
-    rows::{LEASE, claim, enqueue, let_delays_end, row, rows, store},
+    Kind, TestDatabase, on_database, on_each_database,
+    rows::{LEASE, claim, enqueue, let_delays_end, let_leases_end, row, rows, store},
+    within,
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
-    [
+    let mut tests: Vec<Trial> = [
         on_each_database("claim::of_two_relays_that_read_version_0_one_wins", two_read_version_0),
         on_each_database("claim::relays_at_once_never_win_the_same_row", at_once),
         on_each_database("claim::rows_come_in_the_order_in_which_they_became_due", in_order),
+        on_each_database("claim::what_became_due_earlier_comes_first_whatever_its_id", due_order),
         on_each_database("claim::a_row_that_cannot_be_read_harms_only_itself", unreadable),
         on_each_database("claim::candidates_are_one_slice_of_the_head", slices),
     ]
     .into_iter()
     .flatten()
-    .collect()
+    .collect();
+    tests.push(on_database(Kind::Postgres, "claim::a_locked_row_is_passed_over", passes_over));
+    tests.push(on_database(Kind::Postgres, "claim::a_sweep_does_not_wait_for_the_owner", sweep_passes_over));
+    tests
 }
 
 async fn two_read_version_0(database: TestDatabase) {
@@ -98,6 +103,28 @@ async fn in_order(database: TestDatabase) {
     assert_eq!(all.len(), 7);
 }
 
+async fn due_order(database: TestDatabase) {
+    let (db, store) = (&database.db, store(&database.db));
+    enqueue(db, "t", 10).await;
+    // The times of the first and the last three change places.
+    for (ids, minutes) in [("id <= 3", 1), ("id >= 8", 3)] {
+        let earlier = match database.kind {
+            Kind::Postgres => format!("available_at - interval '{minutes} minutes'"),
+            Kind::Sqlite => {
+                format!("strftime('%Y-%m-%dT%H:%M:%f+00:00', available_at, '-{minutes} minutes')")
+            }
+        };
+        let update = format!("UPDATE outbox_message SET available_at = {earlier} WHERE {ids}");
+        db.execute_unprepared(&update).await.unwrap();
+    }
+    let all = store.candidates(10).await.unwrap();
+    assert_eq!(all.iter().map(|fence| fence.id).collect::<Vec<_>>(), [8, 9, 10, 1, 2, 3, 4, 5, 6, 7]);
+    for expected in [[8, 9, 10], [1, 2, 3], [4, 5, 6]] {
+        let claimed = claim(&store, 3, LEASE).await.claims;
+        assert_eq!(claimed.iter().map(|claim| claim.fence().id).collect::<Vec<_>>(), expected);
+    }
+}
+
 async fn unreadable(database: TestDatabase) {
     let (db, store) = (&database.db, store(&database.db));
     enqueue(db, "t", 10).await;
@@ -125,4 +152,29 @@ async fn slices(database: TestDatabase) {
         firsts.insert(ids[0]);
     }
     assert!(firsts.len() > 4, "chance chooses among them: {firsts:?}");
+}
+
+/// Somebody else holds the lock of one row.
+async fn passes_over(database: TestDatabase) {
+    let (db, store) = (&database.db, store(&database.db));
+    enqueue(db, "t", 10).await;
+    let other = db.begin().await.unwrap();
+    other.execute_unprepared("SELECT 1 FROM outbox_message WHERE id = 1 FOR UPDATE").await.unwrap();
+    let claimed = within(Duration::from_secs(2), "a claim beside a lock", claim(&store, 10, LEASE)).await;
+    assert_eq!((claimed.claims.len(), claimed.lost_races), (9, 0));
+    other.rollback().await.unwrap();
+}
+
+async fn sweep_passes_over(database: TestDatabase) {
+    let (db, store) = (&database.db, store(&database.db));
+    enqueue(db, "t", 2).await;
+    let claims = claim(&store, 2, LEASE).await.claims;
+    let_leases_end(db).await;
+    let stale = store.stale(None, 10).await.unwrap().stale;
+    let swept: Vec<_> = stale.into_iter().map(|stale| stale.settle(&RetryPolicy::default())).collect();
+    let owner = db.begin().await.unwrap();
+    owner.execute_unprepared("SELECT 1 FROM outbox_message WHERE id = 1 FOR UPDATE").await.unwrap();
+    let lost = within(Duration::from_secs(2), "a sweep beside a lock", store.settle(&swept)).await.unwrap();
+    assert_eq!(lost.fences(), [claims[0].fence()], "its neighbour is returned all the same");
+    owner.rollback().await.unwrap();
 }

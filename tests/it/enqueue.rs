@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use libtest_mimic::Trial;
-use sea_orm::{ConnectionTrait, DatabaseExecutor, TransactionTrait};
+use sea_orm::{ConnectionTrait, DatabaseExecutor, SqlErr, TransactionTrait};
 use sea_orm_outbox::{
-    EnqueueError, Enqueued, InvalidMessage, MessageId, NewMessage, Outbox, entity::Status,
-    store::ClaimStrategy,
+    EnqueueError, Enqueued, InvalidMessage, MessageId, NewMessage, Outbox,
+    entity::Status,
+    store::{ClaimStrategy, Fence},
 };
 
 use crate::support::{
@@ -26,6 +27,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_database("enqueue::another_error_than_a_known_id_is_not_swallowed", other_errors),
         on_each_database("enqueue::a_refused_message_writes_nothing", refused),
         on_each_database("enqueue::many_messages_keep_their_order", many),
+        on_each_database("enqueue::the_id_of_a_deleted_row_is_not_given_out_again", ids_rise),
         on_each_database("enqueue::large_payloads_are_stored_as_they_are", large),
     ]
     .into_iter()
@@ -121,6 +123,7 @@ async fn delay(database: TestDatabase) {
     let (db, store) = (&database.db, store(&database.db));
     let later = message("later").delay(Duration::from_millis(60_500));
     Outbox::new().enqueue_many(db, [later, message("now")]).await.unwrap();
+    assert_eq!(store.candidates(10).await.unwrap().len(), 1, "the delayed message is no candidate");
     let claimed = claim(&store, 10, LEASE).await.claims;
     assert_eq!(claimed.len(), 1, "the delayed message is not due");
     assert_eq!(&claimed[0].message().payload()[..], b"now");
@@ -153,9 +156,11 @@ async fn other_content(database: TestDatabase) {
     let new = || message("x").message_id(id).header("a", "b");
     outbox.enqueue(db, new()).await.unwrap();
     let before = row(db).await;
+    let html = NewMessage::bytes("orders.created", "text/html", "x").message_id(id).header("a", "b");
     let topic = NewMessage::bytes("other", "text/plain", "x").message_id(id).header("a", "b");
     for (field, other) in [
         ("topic", topic),
+        ("content type", html),
         ("payload", message("y").message_id(id).header("a", "b")),
         ("headers", new().header("a", "c")),
         ("headers", new().header("c", "b")),
@@ -197,7 +202,8 @@ async fn other_errors(database: TestDatabase) {
     let outbox = Outbox::new();
     outbox.enqueue(db, message("x").message_id(MessageId::new())).await.unwrap();
     let error = outbox.enqueue(db, message("x").message_id(MessageId::new())).await.unwrap_err();
-    assert!(matches!(error, EnqueueError::Database(_)), "{error}");
+    let EnqueueError::Database(error) = error else { panic!("{error}") };
+    assert!(matches!(error.sql_err(), Some(SqlErr::UniqueConstraintViolation(_))), "{error}");
     assert_eq!(rows(db).await.len(), 1);
 }
 
@@ -236,6 +242,16 @@ async fn many(database: TestDatabase) {
         assert_eq!(row.message_id, answer.message_id().as_uuid());
     }
     assert_eq!(outbox.enqueue_many(db, []).await.unwrap(), []);
+}
+
+/// A late settlement would otherwise change another message.
+async fn ids_rise(database: TestDatabase) {
+    let (db, outbox) = (&database.db, Outbox::new());
+    outbox.enqueue(db, message("x")).await.unwrap();
+    let first = row(db).await;
+    assert!(store(db).cancel(&[Fence::from(&first)]).await.unwrap().is_empty());
+    outbox.enqueue(db, message("y")).await.unwrap();
+    assert!(row(db).await.id > first.id);
 }
 
 async fn large(database: TestDatabase) {

@@ -12,13 +12,16 @@ use sea_orm_outbox::{
 
 use crate::support::{
     TestDatabase, on_each_database,
-    rows::{LEASE, claim, claim_one, enqueue, let_leases_end, row, rows, store, sweep},
+    rows::{LEASE, claim, claim_one, enqueue, let_delays_end, let_leases_end, row, rows, store, sweep},
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
     [
         on_each_database("lifecycle::a_claim_counts_the_attempt_and_takes_a_lease", claims),
         on_each_database("lifecycle::every_settlement_writes_its_arrow", settles),
+        on_each_database("lifecycle::a_release_gives_back_one_attempt_and_no_more", releases),
+        on_each_database("lifecycle::a_suspect_that_is_released_stays_a_suspect", suspect_released),
+        on_each_database("lifecycle::a_row_that_only_failed_is_no_suspect", no_suspect),
         on_each_database("lifecycle::a_frozen_owner_changes_nothing_of_the_newer_claim", frozen_owner),
         on_each_database("lifecycle::a_stale_twin_of_every_arrow_changes_nothing", stale_twins),
         on_each_database("lifecycle::a_sweep_returns_and_in_the_end_buries", sweeps),
@@ -127,6 +130,48 @@ async fn settles(database: TestDatabase) {
     let rest = seconds(Some(resting.created_at), resting.available_at);
     assert!((30.0..50.0).contains(&rest), "{rest}");
     assert_eq!(seconds(Some(released.created_at), released.available_at), 0.0);
+}
+
+async fn releases(database: TestDatabase) {
+    let (db, store) = (&database.db, store(&database.db));
+    enqueue(db, "t", 1).await;
+    let failed = claim_one(&store, LEASE).await;
+    assert!(settle(&store, failed, Outcome::Transient("x".to_owned())).await.is_empty());
+    let_delays_end(db).await;
+    let second = claim_one(&store, LEASE).await;
+    assert_eq!(second.attempts(), 2);
+    assert!(settle(&store, second, Outcome::Unused).await.is_empty());
+    let row = row(db).await;
+    assert_eq!((row.status, row.attempts, row.last_error.as_deref()), (Status::Pending, 1, Some("x")));
+}
+
+/// Otherwise an outage would make killers of whole batches harmless again.
+async fn suspect_released(database: TestDatabase) {
+    let (db, store) = (&database.db, store(&database.db));
+    enqueue(db, "t", 1).await;
+    for _ in 0..2 {
+        let _dies = claim_one(&store, LEASE).await;
+        let_leases_end(db).await;
+        assert_eq!(sweep(&store).await, 1);
+    }
+    let suspect = claim_suspects(&store).await.remove(0);
+    assert!(settle(&store, suspect, Outcome::Unused).await.is_empty());
+    assert!(row(db).await.last_error.is_some_and(|error| error.starts_with("claim expired")));
+    assert_eq!(claim(&store, 10, LEASE).await.claims.len(), 0);
+    assert_eq!(claim_suspects(&store).await.len(), 1);
+}
+
+async fn no_suspect(database: TestDatabase) {
+    let (db, store) = (&database.db, store(&database.db));
+    enqueue(db, "t", 1).await;
+    for _ in 0..3 {
+        let failed = claim_one(&store, LEASE).await;
+        assert!(!failed.is_suspect());
+        assert!(settle(&store, failed, Outcome::Transient("x".to_owned())).await.is_empty());
+        let_delays_end(db).await;
+    }
+    assert_eq!(store.stale(None, 10).await.expect("suspects are read").suspects, []);
+    assert_eq!(claim_one(&store, LEASE).await.attempts(), 4);
 }
 
 /// A relay frozen past its lease wakes up and settles: for every kind of settle.

@@ -1,5 +1,7 @@
 //! The migrations run up, down and up again, twice, and from several processes at once.
 
+use std::sync::Arc;
+
 use libtest_mimic::Trial;
 use sea_orm::{ConnectionTrait, DatabaseConnection, EntityTrait, PaginatorTrait};
 use sea_orm_outbox::{
@@ -7,6 +9,8 @@ use sea_orm_outbox::{
     entity::outbox_message::Entity,
     migration::{MigrationTrait, Migrator, MigratorTrait, migrations},
 };
+
+use tokio::{sync::Barrier, task::JoinSet};
 
 use crate::support::{
     Kind, TestDatabase, on_each_database,
@@ -48,12 +52,21 @@ async fn twice(database: TestDatabase) {
 
 /// The pools stand for processes: each has connections of its own.
 async fn at_once(database: TestDatabase) {
-    for _ in 0..5 {
+    let pools =
+        [database.connect_again().await, database.connect_again().await, database.connect_again().await];
+    for round in 0..6 {
         Migrator::down(&database.db, None).await.unwrap();
-        let mut tasks = tokio::task::JoinSet::new();
-        for _ in 0..3 {
-            let db = database.connect_again().await;
-            tasks.spawn(async move { Migrator::up(&db, None).await });
+        let barrier = Arc::new(Barrier::new(pools.len()));
+        let mut tasks = JoinSet::new();
+        for db in pools.clone() {
+            let barrier = barrier.clone();
+            tasks.spawn(async move {
+                // At the very same moment, and a little apart.
+                if round % 2 == 0 {
+                    barrier.wait().await;
+                }
+                Migrator::up(&db, None).await
+            });
         }
         for result in tasks.join_all().await {
             result.unwrap();

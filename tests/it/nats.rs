@@ -22,6 +22,8 @@ pub(crate) fn tests() -> Vec<Trial> {
         test("nats::a_message_arrives_as_it_was_enqueued", arrives),
         test("nats::a_repeat_is_acknowledged_as_a_duplicate", duplicate),
         test("nats::a_subject_without_a_stream_is_a_configuration_error", no_stream),
+        test("nats::a_subject_that_only_a_subscriber_takes_is_a_configuration_error", swallowed),
+        test("nats::what_the_limits_of_a_stream_refuse_is_told_apart", stream_limits),
         test("nats::another_stream_than_expected_is_a_configuration_error", expected_stream),
         test("nats::a_message_above_the_limit_of_the_server_is_a_permanent_error", too_large),
         test("nats::a_subject_that_would_be_stored_as_a_wildcard_is_refused", wildcard),
@@ -81,6 +83,39 @@ async fn no_stream() {
     let error = publisher.publish(&message(&topic)).await.unwrap_err();
     assert_eq!(error.kind(), PublishErrorKind::Configuration);
     assert!(error.to_string().contains(&topic) && error.to_string().contains("nats stream add"), "{error}");
+}
+
+/// Without a subscriber the server says at once that nobody is there; with one there is silence.
+async fn swallowed() {
+    let client = connect(&servers::nats_url()).await;
+    let topic = unique("swallowed");
+    let _subscriber = client.subscribe(topic.clone()).await.unwrap();
+    client.flush().await.unwrap();
+    let publisher = NatsPublisher::jetstream(client).with_ack_timeout(Duration::from_millis(500));
+    let error = publisher.publish(&message(&topic)).await.unwrap_err();
+    assert_eq!(error.kind(), PublishErrorKind::Configuration, "{error}");
+    assert!(error.to_string().contains("no stream takes"), "{error}");
+}
+
+async fn stream_limits() {
+    let stream = TestStream::create().await;
+    let context = jetstream::new(stream.client.clone());
+    let config = jetstream::stream::Config {
+        name: stream.name.clone(),
+        subjects: vec![format!("{}.>", stream.prefix)],
+        max_message_size: 1_000,
+        max_messages: 1,
+        discard: jetstream::stream::DiscardPolicy::New,
+        ..Default::default()
+    };
+    context.update_stream(config).await.unwrap();
+    let publisher = NatsPublisher::jetstream(stream.client.clone());
+    let large = NewMessage::bytes(stream.topic("x"), "text/plain", vec![0; 2_000]).into_message();
+    let error = publisher.publish(&large).await.unwrap_err();
+    assert_eq!(error.kind(), PublishErrorKind::Permanent, "{error}");
+    publisher.publish(&message(&stream.topic("x"))).await.unwrap();
+    let error = publisher.publish(&message(&stream.topic("x"))).await.unwrap_err();
+    assert_eq!(error.kind(), PublishErrorKind::Configuration, "{error}");
 }
 
 async fn expected_stream() {
@@ -146,14 +181,18 @@ async fn gone() {
         eventually("the loss to be noticed", || async { (!publisher.is_connected()).then_some(()) }).await;
         let error = publisher.publish(&message("x")).await.unwrap_err();
         assert_eq!(error.kind(), PublishErrorKind::Unavailable, "{error}");
+        // It was not even given to the client, which would send it after reconnecting.
+        assert_eq!(error.to_string(), "not connected to NATS");
         server.start_again().await;
         eventually("the connection to be back", || async { publisher.is_connected().then_some(()) }).await;
     }
     // Frozen: connected, but no answer at all comes.
     server.pause().await;
-    let publisher = NatsPublisher::jetstream(client.clone()).with_ack_timeout(Duration::from_millis(300));
-    let error = publisher.publish(&message("x")).await.unwrap_err();
-    assert_eq!(error.kind(), PublishErrorKind::Unavailable, "{error}");
+    for publisher in [NatsPublisher::jetstream(client.clone()), NatsPublisher::core(client.clone())] {
+        let publisher = publisher.with_ack_timeout(Duration::from_millis(300));
+        let error = publisher.publish(&message("x")).await.unwrap_err();
+        assert_eq!(error.kind(), PublishErrorKind::Unavailable, "{error}");
+    }
     server.unpause().await;
     server.remove().await;
 }

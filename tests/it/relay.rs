@@ -13,7 +13,10 @@ use libtest_mimic::Trial;
 use sea_orm::ConnectionTrait;
 use sea_orm_outbox::{
     Ack, ConfigError, Message, NewMessage, Outbox, PublishError, Publisher, Relay, RelayBuilder, RelayError,
-    entity::Status, lifecycle::RetryPolicy, publisher::RecordingPublisher, store::ClaimStrategy,
+    entity::{Status, outbox_message::Model as Row},
+    lifecycle::RetryPolicy,
+    publisher::RecordingPublisher,
+    store::ClaimStrategy,
 };
 use tokio::sync::Notify;
 
@@ -41,6 +44,11 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_database("relay::many_publishes_are_in_flight_and_no_more_than_allowed", in_flight),
         on_each_database("relay::one_slow_message_holds_up_no_other", slow_message),
         on_each_database("relay::a_lease_is_renewed_while_a_publish_lasts", renews),
+        on_each_database("relay::a_claim_that_waits_longer_than_its_lease_is_renewed", waits_long),
+        on_each_database("relay::a_claim_lost_while_it_waits_is_not_published", lost_in_queue),
+        on_each_database("relay::a_resting_topic_is_tried_once_and_no_other_rests", rests_once),
+        on_each_database("relay::a_row_that_cannot_be_written_or_read_harms_only_itself", unwritable),
+        on_each_database("relay::without_a_broker_nothing_is_claimed_but_the_sweep_goes_on", not_connected),
         on_each_database("relay::a_claim_lost_in_mid_publish_is_counted_as_lost", loses),
         on_each_database("relay::stopping_finishes_what_is_in_flight_and_releases_the_rest", stops),
         on_each_database("relay::stopping_gives_back_what_outlasts_the_grace_period", outlasts_grace),
@@ -292,6 +300,8 @@ struct Stuck {
     topic: &'static str,
     waiting: AtomicUsize,
     most: AtomicUsize,
+    /// How many messages of other topics it was given.
+    others: AtomicUsize,
     go_on: Notify,
     gone_on: AtomicBool,
 }
@@ -302,6 +312,7 @@ impl Stuck {
             topic,
             waiting: AtomicUsize::new(0),
             most: AtomicUsize::new(0),
+            others: AtomicUsize::new(0),
             go_on: Notify::new(),
             gone_on: AtomicBool::new(false),
         })
@@ -332,6 +343,8 @@ impl Publisher for Stuck {
             if !self.gone_on.load(Ordering::SeqCst) {
                 go_on.await;
             }
+        } else {
+            self.others.fetch_add(1, Ordering::SeqCst);
         }
         Ok(Ack::new())
     }
@@ -413,12 +426,139 @@ async fn renews(database: TestDatabase) {
     assert_eq!((first.sent, second.claimed, second.returned), (1, 0, 0));
 }
 
+/// Behind a message that takes its time, in a relay with one in flight.
+async fn waits_long(database: TestDatabase) {
+    enqueue(&database.db, "stuck", 1).await;
+    enqueue(&database.db, "t", 3).await;
+    let publisher = Stuck::on("stuck");
+    let relay = quick(&database, publisher.clone())
+        .max_in_flight(1)
+        .lease(Duration::from_millis(1_500))
+        .renew_every(Duration::from_millis(100))
+        .publish_timeout(Duration::from_millis(1_300))
+        .retry(RetryPolicy::default().with_max_attempts(1_000).with_initial_delay(Duration::ZERO));
+    let relay = relay.build().unwrap().spawn();
+    publisher.until_waiting(1).await;
+    let claimed = rows(&database.db).await;
+    eventually("the leases to be renewed beyond their first end", || async {
+        let now = rows(&database.db).await;
+        let beyond = |(now, then): (&Row, &Row)| {
+            (now.lease_until? - then.lease_until?).num_milliseconds().ge(&1_000).then_some(())
+        };
+        now.iter().zip(&claimed).skip(1).all(|pair| beyond(pair).is_some()).then_some(())
+    })
+    .await;
+    publisher.let_go();
+    until_all(&database, Status::Sent, 4).await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.released, report.returned, report.lost), (0, 0, 0), "{report}");
+    assert!(rows(&database.db).await.iter().filter(|row| row.topic == "t").all(|row| row.attempts == 1));
+}
+
+async fn lost_in_queue(database: TestDatabase) {
+    enqueue(&database.db, "stuck", 1).await;
+    enqueue(&database.db, "t", 3).await;
+    let publisher = Stuck::on("stuck");
+    let relay = quick(&database, publisher.clone()).max_in_flight(1).renew_every(Duration::from_millis(40));
+    let relay = relay.sweep_every(Duration::from_secs(60)).poll_every(Duration::from_secs(60));
+    let relay = relay.build().unwrap().spawn();
+    publisher.until_waiting(1).await;
+    // Somebody else takes them over, with a lease that lasts.
+    let taken = "UPDATE outbox_message SET version = version + 2, claimed_by = 'other:1' WHERE topic = 't'";
+    database.db.execute_unprepared(taken).await.unwrap();
+    let stuck = rows(&database.db).await.remove(0);
+    eventually("several renewals", || async {
+        let now = rows(&database.db).await.remove(0);
+        ((now.lease_until? - stuck.lease_until?).num_milliseconds() > 200).then_some(())
+    })
+    .await;
+    let before = rows(&database.db).await;
+    publisher.let_go();
+    until_all(&database, Status::Sent, 1).await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.sent, report.lost, report.released), (1, 3, 0), "{report}");
+    assert_eq!(rows(&database.db).await[1..], before[1..]);
+    assert_eq!(publisher.others.load(Ordering::SeqCst), 0, "none of them was published");
+}
+
+async fn rests_once(database: TestDatabase) {
+    enqueue(&database.db, "unbound", 3).await;
+    enqueue(&database.db, "bound", 3).await;
+    let publisher = Arc::new(RecordingPublisher::answering(|message| match message.topic() {
+        "unbound" => Err(PublishError::configuration("no stream takes the subject")),
+        _ => Ok(Ack::new()),
+    }));
+    let relay = quick(&database, publisher.clone()).max_in_flight(1).build().unwrap().spawn();
+    until_all(&database, Status::Sent, 3).await;
+    relay.shutdown().await.unwrap();
+    let tried = publisher.messages().iter().filter(|message| message.topic() == "unbound").count();
+    assert_eq!(tried, 1, "the others of the topic rest with it");
+    for row in rows(&database.db).await {
+        if row.topic == "bound" {
+            assert_eq!((row.version, row.last_error), (2, None));
+        } else {
+            assert_eq!((row.attempts, row.last_error.as_deref()), (0, Some("no stream takes the subject")));
+        }
+    }
+}
+
+async fn unwritable(database: TestDatabase) {
+    enqueue(&database.db, "t", 20).await;
+    let trigger = match database.kind {
+        Kind::Sqlite => {
+            "CREATE TRIGGER refuse BEFORE UPDATE ON outbox_message
+             WHEN NEW.status = 'SENT' AND NEW.id = 7 BEGIN SELECT RAISE(ABORT, 'refused'); END"
+        }
+        Kind::Postgres => {
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+               RAISE EXCEPTION 'refused' USING ERRCODE = 'check_violation'; END $$;
+             CREATE TRIGGER refuse BEFORE UPDATE ON outbox_message FOR EACH ROW
+             WHEN (NEW.status = 'SENT' AND NEW.id = 7) EXECUTE FUNCTION refuse()"
+        }
+    };
+    database.db.execute_unprepared(trigger).await.unwrap();
+    let unreadable = r#"UPDATE outbox_message SET headers = '{"a": 1}' WHERE id = 9"#;
+    database.db.execute_unprepared(unreadable).await.unwrap();
+    let relay = quick(&database, RecordingPublisher::new()).build().unwrap().spawn();
+    until_all(&database, Status::Sent, 18).await;
+    until_all(&database, Status::Failed, 1).await;
+    within(Duration::from_secs(10), "the relay to stop", relay.shutdown()).await.unwrap();
+    let rows = rows(&database.db).await;
+    assert_eq!((rows[6].status, rows[8].status), (Status::Processing, Status::Failed));
+}
+
+/// A broker that cannot be reached, and is not asked.
+struct Unreachable;
+
+impl Publisher for Unreachable {
+    async fn publish(&self, _: &Message) -> Result<Ack, PublishError> {
+        panic!("nothing may be published")
+    }
+
+    fn is_connected(&self) -> bool {
+        false
+    }
+}
+
+async fn not_connected(database: TestDatabase) {
+    // More than one step of the sweep; the stale claim stands in the second.
+    enqueue(&database.db, "t", 10_001).await;
+    let stale = "UPDATE outbox_message SET status = 'PROCESSING', attempts = 1, version = 1, \
+                 claimed_by = 'dead:1', lease_until = available_at, available_at = created_at \
+                 WHERE id = (SELECT id FROM outbox_message ORDER BY available_at DESC, id DESC LIMIT 1)";
+    database.db.execute_unprepared(stale).await.unwrap();
+    let relay = quick(&database, Unreachable).build().unwrap().spawn();
+    until_all(&database, Status::Pending, 10_001).await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.claimed, report.returned), (0, 1), "{report}");
+}
+
 async fn loses(database: TestDatabase) {
     enqueue(&database.db, "stuck", 1).await;
     let publisher = Stuck::on("stuck");
     // Too rarely renewed to help: somebody else takes the row.
     let relay = quick(&database, publisher.clone()).sweep_every(Duration::from_secs(60));
-    let relay = relay.build().unwrap().spawn();
+    let relay = relay.poll_every(Duration::from_secs(60)).build().unwrap().spawn();
     publisher.until_waiting(1).await;
     let_leases_end(&database.db).await;
     let store = store(&database.db);
@@ -516,8 +656,10 @@ impl Publisher for Company {
             self.suspects.fetch_add(1, Ordering::SeqCst);
             self.company.fetch_add(others, Ordering::SeqCst);
         }
-        tokio::time::sleep(Duration::from_millis(1)).await;
-        if message.topic() == "suspect" {
+        let suspect = message.topic() == "suspect";
+        // Long enough for others to come, if they were let.
+        tokio::time::sleep(Duration::from_millis(if suspect { 30 } else { 1 })).await;
+        if suspect {
             self.company.fetch_add(self.in_flight.load(Ordering::SeqCst) - 1, Ordering::SeqCst);
         }
         self.in_flight.fetch_sub(1, Ordering::SeqCst);
