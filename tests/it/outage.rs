@@ -1,6 +1,9 @@
 //! The database goes away and comes back.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use libtest_mimic::Trial;
 use sea_orm::{ConnectOptions, ConnectionTrait, Database, DatabaseConnection};
@@ -15,7 +18,9 @@ use crate::support::{
     Kind, TestDatabase, eventually, on_database,
     proxy::Proxy,
     rows::{LEASE, count, enqueue, rows},
-    servers, within,
+    servers,
+    stuck::Stuck,
+    within,
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -26,6 +31,7 @@ pub(crate) fn tests() -> Vec<Trial> {
             given_up,
         ),
         on_database(Kind::Postgres, "outage::a_claim_whose_answer_is_lost_is_given_back", lost_answer),
+        on_database(Kind::Postgres, "outage::a_claim_that_cannot_be_renewed_is_not_published", not_renewed),
         on_database(Kind::Postgres, "outage::a_database_that_comes_back_costs_no_attempt", comes_back),
         on_database(Kind::Postgres, "outage::a_relay_stops_although_the_database_is_gone", stops_without),
         on_database(Kind::Postgres, "outage::a_relay_waits_for_a_database_that_is_not_there_yet", not_yet),
@@ -103,6 +109,40 @@ async fn lost_answer(database: TestDatabase) {
     let report = relay.shutdown().await.unwrap();
     assert_eq!((report.released, report.returned), (10, 0), "{report}");
     assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1), "no attempt was spent");
+}
+
+/// Somebody else may have swept it by the time that the broker answers.
+async fn not_renewed(database: TestDatabase) {
+    enqueue(&database.db, "stuck", 1).await;
+    enqueue(&database.db, "t", 3).await;
+    let (proxy, db) = proxied(&database, 5).await;
+    let publisher = Stuck::on("stuck");
+    let relay = Relay::builder(db, publisher.clone())
+        .max_in_flight(1)
+        .poll_every(Duration::from_millis(20))
+        .lease(Duration::from_secs(3))
+        .publish_timeout(Duration::from_millis(2_500))
+        .renew_every(Duration::from_millis(200))
+        .sweep_every(Duration::from_secs(60))
+        .statement_timeout(Duration::from_secs(1))
+        .build()
+        .unwrap()
+        .spawn();
+    publisher.until_waiting(1).await;
+    proxy.freeze();
+    // Less than a publish may take is left of every lease.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    publisher.let_go();
+    publisher.until_waiting(0).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(publisher.others.load(Ordering::SeqCst), 0, "a row was published that may be lost");
+    proxy.thaw();
+    eventually("everything to be sent", || async {
+        (count(&database.db, Status::Sent).await == 4).then_some(())
+    })
+    .await;
+    relay.shutdown().await.unwrap();
+    assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1));
 }
 
 /// The next user of the connection must not find itself in a transaction that nobody commits.

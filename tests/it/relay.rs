@@ -18,11 +18,11 @@ use sea_orm_outbox::{
     publisher::RecordingPublisher,
     store::ClaimStrategy,
 };
-use tokio::sync::Notify;
 
 use crate::support::{
     Kind, TestDatabase, eventually, on_database, on_each_database,
     rows::{LEASE, claim, count, enqueue, let_leases_end, row, rows, store},
+    stuck::Stuck,
     within,
 };
 
@@ -293,70 +293,6 @@ async fn panics(database: TestDatabase) {
     let bad = rows(&database.db).await.remove(0);
     assert_eq!(bad.attempts, 5);
     assert!(bad.last_error.unwrap().contains("a bug in the publisher"));
-}
-
-/// Waits for ever with the messages of one topic.
-struct Stuck {
-    topic: &'static str,
-    waiting: AtomicUsize,
-    most: AtomicUsize,
-    /// How many messages of other topics it was given.
-    others: AtomicUsize,
-    go_on: Notify,
-    gone_on: AtomicBool,
-}
-
-impl Stuck {
-    fn on(topic: &'static str) -> Arc<Self> {
-        Arc::new(Self {
-            topic,
-            waiting: AtomicUsize::new(0),
-            most: AtomicUsize::new(0),
-            others: AtomicUsize::new(0),
-            go_on: Notify::new(),
-            gone_on: AtomicBool::new(false),
-        })
-    }
-
-    fn let_go(&self) {
-        self.gone_on.store(true, Ordering::SeqCst);
-        self.go_on.notify_waiters();
-    }
-
-    async fn until_waiting(&self, messages: usize) {
-        eventually(&format!("{messages} publishes to be in flight"), || async {
-            (self.waiting.load(Ordering::SeqCst) == messages).then_some(())
-        })
-        .await;
-    }
-}
-
-impl Publisher for Stuck {
-    async fn publish(&self, message: &Message) -> Result<Ack, PublishError> {
-        if message.topic() == self.topic {
-            let waiting = self.waiting.fetch_add(1, Ordering::SeqCst) + 1;
-            self.most.fetch_max(waiting, Ordering::SeqCst);
-            let _leaving = Leaving(self);
-            let go_on = self.go_on.notified();
-            tokio::pin!(go_on);
-            go_on.as_mut().enable();
-            if !self.gone_on.load(Ordering::SeqCst) {
-                go_on.await;
-            }
-        } else {
-            self.others.fetch_add(1, Ordering::SeqCst);
-        }
-        Ok(Ack::new())
-    }
-}
-
-/// Counts a publish as over, also when it is given up.
-struct Leaving<'a>(&'a Stuck);
-
-impl Drop for Leaving<'_> {
-    fn drop(&mut self) {
-        self.0.waiting.fetch_sub(1, Ordering::SeqCst);
-    }
 }
 
 async fn no_answer(database: TestDatabase) {

@@ -6,6 +6,7 @@ pub(crate) mod process;
 pub(crate) mod proxy;
 pub(crate) mod rows;
 pub(crate) mod servers;
+pub(crate) mod stuck;
 
 use std::{
     future::Future,
