@@ -6,7 +6,7 @@
 //! publishes with no lock held, and settles under the version that the claim gave it. The same optimistic locking is
 //! there for your own entities ([`Versioned`]).
 //!
-//! The [`README`](https://docs.rs/crate/sea-orm-outbox) has the example to begin with. On from there:
+//! Begin with the examples at [`Outbox`] and [`Relay`]. On from there:
 //!
 //! - [what is guaranteed, and what is not](docs::guarantees)
 //! - [the life cycle of a message](docs::lifecycle)
