@@ -8,6 +8,8 @@
 //! You will see 5,000 orders being placed, the kill, what each relay says it did, and that every message is in
 //! the stream.
 
+#[path = "shared/interrupt.rs"]
+mod interrupt;
 #[path = "shared/orders.rs"]
 mod orders;
 
@@ -15,12 +17,13 @@ use std::{
     collections::HashSet,
     error::Error,
     path::PathBuf,
-    process::Stdio,
+    process::{ExitCode, Stdio},
     time::{Duration, Instant},
 };
 
 use async_nats::jetstream::{self, consumer, stream};
 use futures_util::{StreamExt, future::try_join_all};
+use interrupt::Interrupt;
 use sea_orm::{
     ColumnTrait, ConnectOptions, Database, DatabaseConnection, EntityTrait, PaginatorTrait, QueryFilter,
 };
@@ -45,7 +48,19 @@ const ORDERS: u64 = 5_000;
 const STREAM: &str = "ORDERS";
 
 #[tokio::main]
-async fn main() -> Result<()> {
+async fn main() -> ExitCode {
+    match demo().await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn demo() -> Result<()> {
+    // From here on, so that the containers go however it ends.
+    let mut interrupt = Interrupt::listen()?;
     println!("starting PostgreSQL and NATS in containers");
     let postgres = Postgres::default().with_tag("18").start().await?;
     let nats =
@@ -57,7 +72,7 @@ async fn main() -> Result<()> {
     let nats_url = format!("nats://127.0.0.1:{}", nats.get_host_port_ipv4(4222).await?);
     let outcome = tokio::select! {
         outcome = run(&database_url, &nats_url) => outcome,
-        _ = tokio::signal::ctrl_c() => Err("interrupted".into()),
+        () = interrupt.wait() => Err("interrupted".into()),
     };
     postgres.rm().await?;
     nats.rm().await?;

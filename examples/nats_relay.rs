@@ -6,12 +6,16 @@
 //! ```
 //!
 //! It logs to standard error what happens, stops cleanly on Ctrl-C and SIGTERM, prints what it did, and exits
-//! with 0; with 1 when it could not start, with 2 when its arguments make no sense.
+//! with 0; with 1 when it could not start, with 2 when its arguments cannot be read.
+
+#[path = "shared/interrupt.rs"]
+mod interrupt;
 
 use std::{io::IsTerminal, process::ExitCode, time::Duration};
 
 use async_nats::jetstream;
 use clap::{Parser, ValueEnum};
+use interrupt::Interrupt;
 use sea_orm::{ConnectOptions, Database, DatabaseConnection};
 use sea_orm_outbox::{
     NatsPublisher, Relay, RelayHandle,
@@ -19,13 +23,12 @@ use sea_orm_outbox::{
     store::{ClaimStrategy, Store},
 };
 use sea_orm_outbox_migration::{Migrator, MigratorTrait};
-use tokio::signal::unix::{SignalKind, signal};
 
 /// Relays the messages of a SeaORM outbox to NATS.
 #[derive(Parser)]
 #[command(after_help = "Durations are written like 500ms, 30s or 5m.")]
 struct Arguments {
-    /// The database: postgres://… or sqlite://…
+    /// The database: postgres://… or sqlite://…, with ?mode=rwc to make the file
     #[arg(long, env, hide_env_values = true)]
     database_url: String,
     /// The NATS server
@@ -77,7 +80,7 @@ struct Arguments {
     #[arg(long, env = "RELAY_GRACE", default_value = "10s", value_parser = humantime::parse_duration)]
     grace: Duration,
     /// What to log: error, warn, info, debug, or a filter of tracing
-    #[arg(long, env = "RUST_LOG", default_value = "info,async_nats=off")]
+    #[arg(long, env = "RUST_LOG", default_value = "info,async_nats=off,sqlx=warn,sea_orm_migration=warn")]
     log: String,
 }
 
@@ -108,17 +111,13 @@ async fn main() -> ExitCode {
 }
 
 async fn run(arguments: Arguments) -> Result<(), String> {
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(|error| error.to_string())?;
-    let mut terminate = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
-    let starting = start(&arguments);
+    let mut interrupt = Interrupt::listen().map_err(|error| error.to_string())?;
     let relays = tokio::select! {
-        relays = starting => relays?,
-        _ = interrupt.recv() => return Ok(()),
-        _ = terminate.recv() => return Ok(()),
+        relays = start(&arguments) => relays?,
+        () = interrupt.wait() => return Ok(()),
     };
     tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
+        () = interrupt.wait() => {}
         // None ends unless something is wrong that waiting does not mend.
         ended = relays[0].wait() => { ended.map_err(|error| error.to_string())?; }
     }
@@ -130,11 +129,6 @@ async fn run(arguments: Arguments) -> Result<(), String> {
 
 async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
     let db = connect(&arguments.database_url).await?;
-    if arguments.migrate {
-        Migrator::up(&db, None).await.map_err(|error| format!("the migration failed: {error}"))?;
-    }
-    let store = Store::new(db.clone()).map_err(|error| error.to_string())?;
-    store.check_table().await.map_err(|error| format!("{error}, or start with --migrate"))?;
     let client = async_nats::ConnectOptions::new()
         .name("sea-orm-outbox")
         .ping_interval(Duration::from_secs(10))
@@ -146,7 +140,7 @@ async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
             format!("the stream {stream} cannot be used: {error}; create it with `nats stream add {stream}`")
         })?;
     }
-    (1..=arguments.workers)
+    let relays: Vec<Relay<NatsPublisher>> = (1..=arguments.workers)
         .map(|worker| {
             let publisher = match (&arguments.stream, arguments.core) {
                 (_, true) => NatsPublisher::core(client.clone()),
@@ -155,7 +149,16 @@ async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
             };
             relay(arguments, worker, &db, publisher)
         })
-        .collect()
+        .collect::<Result<_, String>>()?;
+    // Nothing is changed before all else is known to be right.
+    if arguments.migrate {
+        Migrator::up(&db, None).await.map_err(|error| format!("the migration failed: {error}"))?;
+    }
+    let store = Store::new(db).map_err(|error| error.to_string())?;
+    store.check_table().await.map_err(|error| format!("{error}, or start with --migrate"))?;
+    let (database, nats) = (place(&arguments.database_url), place(&arguments.nats_url));
+    tracing::info!(database, nats, stream = arguments.stream, core = arguments.core, "connected");
+    Ok(relays.into_iter().map(Relay::spawn).collect())
 }
 
 fn relay(
@@ -163,7 +166,7 @@ fn relay(
     worker: u16,
     db: &DatabaseConnection,
     publisher: NatsPublisher,
-) -> Result<RelayHandle, String> {
+) -> Result<Relay<NatsPublisher>, String> {
     // The server's answer has to come before the relay gives up, so that an outage is known as one.
     let publisher = publisher.with_ack_timeout(arguments.publish_timeout.mul_f64(0.8));
     let mut builder = Relay::builder(db.clone(), publisher)
@@ -181,9 +184,10 @@ fn relay(
         .grace(arguments.grace)
         .retry(RetryPolicy::default().with_max_attempts(arguments.max_attempts));
     if let Some(name) = &arguments.name {
-        builder = builder.name(format!("{name}-{worker}"));
+        let name = if arguments.workers == 1 { name.clone() } else { format!("{name}-{worker}") };
+        builder = builder.name(name);
     }
-    Ok(builder.build().map_err(|error| error.to_string())?.spawn())
+    builder.build().map_err(|error| error.to_string())
 }
 
 async fn connect(url: &str) -> Result<DatabaseConnection, String> {
@@ -193,16 +197,22 @@ async fn connect(url: &str) -> Result<DatabaseConnection, String> {
     let mut options = ConnectOptions::new(url);
     options.sqlx_logging(false).acquire_timeout(Duration::from_secs(5));
     Database::connect(options).await.map_err(|error| {
-        format!(
-            "cannot connect to the database ({}): {error}; are server, name and password right?",
-            place(url)
-        )
+        let error = error.to_string();
+        // SeaORM's error may quote the whole URL, with the password.
+        let reason = if error.contains("connection string") {
+            "the URL cannot be parsed; write special characters in name and password as %40 and the like"
+        } else if error.contains("timed out") {
+            "no connection within 5 s; is the server running there?"
+        } else {
+            &error
+        };
+        format!("cannot connect to the database ({}): {reason}", place(url))
     })
 }
 
 /// A URL without what must not be printed.
 fn place(url: &str) -> &str {
-    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
-    let rest = rest.rsplit_once('@').map_or(rest, |(_, rest)| rest);
-    rest.split_once('?').map_or(rest, |(rest, _)| rest)
+    let rest = url.split_once('?').map_or(url, |(rest, _)| rest);
+    let rest = rest.split_once("://").map_or(rest, |(_, rest)| rest);
+    rest.rsplit_once('@').map_or(rest, |(_, rest)| rest)
 }

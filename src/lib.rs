@@ -27,6 +27,9 @@ mod relay;
 pub mod store;
 mod versioned;
 
+#[cfg(feature = "nats")]
+pub use async_nats;
+pub use bytes;
 #[cfg(feature = "migration")]
 pub use sea_orm_outbox_migration as migration;
 

@@ -80,12 +80,21 @@ pub enum EnqueueError {
         /// In what the two differ.
         field: &'static str,
     },
-    /// The outbox has no statements for this database.
+    /// The outbox has no statements for this database, or its table is not there.
     #[error(transparent)]
     Store(StoreError),
     /// The database refused. On PostgreSQL the transaction must be rolled back.
     #[error("the message could not be written: {0}")]
-    Database(#[from] DbErr),
+    Database(#[source] DbErr),
+}
+
+impl From<DbErr> for EnqueueError {
+    fn from(error: DbErr) -> Self {
+        match StoreError::from(error.clone()) {
+            table @ StoreError::Table(_) => Self::Store(table),
+            _ => Self::Database(error),
+        }
+    }
 }
 
 impl Outbox {

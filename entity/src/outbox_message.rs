@@ -24,7 +24,7 @@ pub struct Model {
     /// Which one of them.
     #[sea_orm(column_type = "String(StringLen::N(255))", nullable)]
     pub aggregate_id: Option<String>,
-    /// Messages with the same key are published in order, where the relay is told to.
+    /// Messages with the same key belong in order.
     #[sea_orm(column_type = "String(StringLen::N(255))", nullable)]
     pub ordering_key: Option<String>,
     /// What happened, for consumers that share a topic.

@@ -5,7 +5,7 @@ use std::{
     env,
     net::TcpListener,
     path::PathBuf,
-    process::{Child, Command, Stdio},
+    process::Stdio,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -20,7 +20,10 @@ use testcontainers_modules::{
     nats::{Nats, NatsServerCmd},
     testcontainers::{ContainerAsync, ImageExt, runners::AsyncRunner},
 };
-use tokio::time::{sleep, timeout};
+use tokio::{
+    process::{Child, Command},
+    time::{sleep, timeout},
+};
 
 use crate::Result;
 
@@ -49,7 +52,7 @@ impl Broker {
     /// `NATS_URL`, else `nats-server` on the `PATH`, else a container, else this process.
     pub(crate) async fn find() -> Result<Arc<Self>> {
         if let Ok(url) = env::var("NATS_URL") {
-            let client = async_nats::connect(&url).await?;
+            let client = async_nats::connect(&url).await.map_err(|error| format!("NATS_URL: {error}"))?;
             return Self::nats(client, "NATS JetStream at NATS_URL", Server::None).await;
         }
         if let Some((client, server)) = Self::process().await {
@@ -109,7 +112,7 @@ impl Broker {
         match server {
             Server::None => {}
             Server::Process(mut child, storage) => {
-                let _ = child.kill().and_then(|()| child.wait());
+                let _ = child.kill().await;
                 let _ = std::fs::remove_dir_all(storage);
             }
             Server::Container(container) => {
@@ -126,7 +129,10 @@ impl Broker {
             subjects: vec![format!("{name}.>")],
             ..Default::default()
         };
-        context.create_stream(config).await?;
+        context
+            .create_stream(config)
+            .await
+            .map_err(|error| format!("no stream can be created: {error}; is JetStream on?"))?;
         let publisher = NatsPublisher::jetstream(client);
         let target = Target::Nats { publisher, context: Box::new(context) };
         Ok(Arc::new(Self { target, how, name, server: Mutex::new(server) }))
@@ -140,6 +146,7 @@ impl Broker {
             .arg(&storage)
             .stdout(Stdio::null())
             .stderr(Stdio::null())
+            .kill_on_drop(true)
             .spawn()
             .ok()?;
         for _ in 0..100 {
@@ -148,7 +155,7 @@ impl Broker {
             }
             sleep(Duration::from_millis(50)).await;
         }
-        let _ = child.kill().and_then(|()| child.wait());
+        let _ = child.kill().await;
         None
     }
 

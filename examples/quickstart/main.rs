@@ -4,17 +4,20 @@
 //! cargo run --example quickstart
 //! ```
 //!
-//! It needs nothing but Rust: the database is a SQLite file (`DATABASE_URL` may name another database), the
-//! broker whatever it finds, and it says what that is. You will see 1,000 orders being placed, the kill, and in
-//! the end a table of what each relay did, and that every message arrived.
+//! It needs nothing but Rust: the database is a SQLite file of its own, the broker whatever it finds, and it says
+//! what that is. You will see 1,000 orders being placed, the kill, and in the end a table of what each relay did, and
+//! that every message arrived.
 
 mod broker;
+#[path = "../shared/interrupt.rs"]
+mod interrupt;
 #[path = "../shared/orders.rs"]
 mod orders;
 
-use std::{env, error::Error, sync::Arc, time::Duration};
+use std::{env, error::Error, path::Path, process::ExitCode, sync::Arc, time::Duration};
 
 use broker::Broker;
+use interrupt::Interrupt;
 use sea_orm::{
     ColumnTrait, ConnectOptions, Database, DatabaseConnection, EntityTrait, PaginatorTrait, QueryFilter,
     QuerySelect, sqlx::sqlite::SqliteJournalMode, sqlx::sqlite::SqliteSynchronous,
@@ -37,28 +40,45 @@ const ORDERS: u64 = 1_000;
 const LEASE: Duration = Duration::from_secs(3);
 
 #[tokio::main]
-async fn main() -> Result<()> {
+async fn main() -> ExitCode {
     let file = env::temp_dir().join(format!("outbox-quickstart-{}.sqlite", std::process::id()));
-    let url = env::var("DATABASE_URL").unwrap_or(format!("sqlite://{}?mode=rwc", file.display()));
-    let outcome = run(&url).await;
+    let outcome = quickstart(&file).await;
     for suffix in ["", "-wal", "-shm"] {
         let _ = std::fs::remove_file(format!("{}{suffix}", file.display()));
     }
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn quickstart(file: &Path) -> Result<()> {
+    // From here on, so that what was started goes however it ends.
+    let mut interrupt = Interrupt::listen()?;
+    println!("database   a SQLite file");
+    let broker = Broker::find().await?;
+    println!("broker     {}", broker.describe());
+    let url = format!("sqlite://{}?mode=rwc", file.display());
+    let outcome = tokio::select! {
+        outcome = run(&url, &broker) => outcome,
+        () = interrupt.wait() => Err("interrupted".into()),
+    };
+    broker.close().await;
     outcome
 }
 
-async fn run(url: &str) -> Result<()> {
+async fn run(url: &str, broker: &Arc<Broker>) -> Result<()> {
     let db = connect(url).await?;
     Migrator::up(&db, None).await?;
     orders::create_table(&db).await?;
-    println!("database   {}", if url.starts_with("sqlite") { "a SQLite file" } else { "from DATABASE_URL" });
-    let broker = Broker::find().await?;
-    println!("broker     {}", broker.describe());
 
     let writing = tokio::spawn(place_orders(db.clone(), broker.topic()));
-    let (first, second) = (relay("relay-1", &db, &broker)?.spawn(), relay("relay-2", &db, &broker)?.spawn());
+    let (first, second) = (relay("relay-1", &db, broker)?.spawn(), relay("relay-2", &db, broker)?.spawn());
     // Not stopped but killed: nothing of it runs any further, as if its process had died.
-    let doomed = relay("relay-3", &db, &broker)?;
+    let doomed = relay("relay-3", &db, broker)?;
     let doomed = tokio::spawn(doomed.run(std::future::pending()));
     let in_hand = kill_in_the_middle(&db, doomed).await?;
     println!(
@@ -91,10 +111,17 @@ async fn run(url: &str) -> Result<()> {
         let swept = returned + buried;
         println!("{name:10} {claimed:>8} {sent:>8} {lost_races:>11} {swept:>8} {duplicates:>11}");
     }
-    println!("{:10} killed with {in_hand} messages in its hands", "relay-3");
+    let by_the_killed = ORDERS - first.sent - second.sent;
+    println!(
+        "{:10} {:>8} {by_the_killed:>8}   then killed with {in_hand} messages in its hands",
+        "relay-3", ""
+    );
+    println!(
+        "\nlost races: rows that another relay claimed first; swept: claims of the killed relay, returned when \
+         their lease\nwas over; duplicates: messages that the broker had already"
+    );
     let delivered = broker.delivered().await?;
     let expected = message_ids(&db).await?;
-    broker.close().await;
     let missing = expected.iter().filter(|id| !delivered.contains(*id)).count();
     if missing > 0 {
         return Err(format!("{missing} of {} messages are missing at the broker", expected.len()).into());
@@ -154,6 +181,8 @@ async fn kill_in_the_middle<T>(db: &DatabaseConnection, doomed: JoinHandle<T>) -
     }
     doomed.abort();
     let _ = doomed.await;
+    // A statement that was under way is still carried out.
+    sleep(Duration::from_millis(200)).await;
     Ok(in_hand().count(db).await?)
 }
 

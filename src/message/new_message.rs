@@ -77,10 +77,8 @@ impl NewMessage {
         self
     }
 
-    /// Messages with the same key are published in the order they were enqueued, where the relay is
-    /// told to keep it.
+    /// Messages with the same key belong in order. The key is stored; the relay does not use it yet.
     pub fn ordering_key(mut self, key: impl Into<String>) -> Self {
-        self.message.id = self.id.unwrap_or_default();
         self.message.ordering_key = Some(key.into());
         self
     }
@@ -91,7 +89,8 @@ impl NewMessage {
         self
     }
 
-    /// A header of your own. A second value for the same name replaces the first.
+    /// A header of your own. A second value for the same name replaces the first. NATS drops blanks at the start of
+    /// a value.
     pub fn header(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.message.headers.insert(name.into(), value.into());
         self

@@ -213,11 +213,12 @@ impl<P> fmt::Debug for Relay<P> {
 /// Waits until the database answers: whether it had to, or `None` when told to stop first.
 async fn wait_for_table(store: &Store, stop: &CancellationToken) -> Result<Option<bool>, RelayError> {
     for failures in 1.. {
-        let error = match stop.run_until_cancelled(store.check_table()).await {
-            None => return Ok(None),
-            Some(Ok(())) => return Ok(Some(failures > 1)),
-            Some(Err(error @ StoreError::Table(_))) => return Err(RelayError::Table(Arc::new(error))),
-            Some(Err(error)) => error,
+        // Seen through even when told to stop: a statement that is given up costs the pool its connection, and with
+        // it a database in memory.
+        let error = match store.check_table().await {
+            Ok(()) => return Ok(Some(failures > 1)),
+            Err(error @ StoreError::Table(_)) => return Err(RelayError::Table(Arc::new(error))),
+            Err(error) => error,
         };
         if failures == 1 {
             tracing::warn!(%error, "waiting for the database");

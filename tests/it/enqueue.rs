@@ -7,7 +7,7 @@ use sea_orm::{ConnectionTrait, DatabaseExecutor, SqlErr, TransactionTrait};
 use sea_orm_outbox::{
     EnqueueError, Enqueued, InvalidMessage, MessageId, NewMessage, Outbox,
     entity::Status,
-    store::{ClaimStrategy, Fence},
+    store::{ClaimStrategy, Fence, StoreError},
 };
 
 use crate::support::{
@@ -25,6 +25,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_database("enqueue::the_same_id_with_another_content_is_an_error", other_content),
         on_each_database("enqueue::ids_that_were_given_may_repeat_within_a_call", repeats_in_one_call),
         on_each_database("enqueue::another_error_than_a_known_id_is_not_swallowed", other_errors),
+        on_each_database("enqueue::a_missing_table_is_an_error_that_says_what_to_do", missing_table),
         on_each_database("enqueue::a_refused_message_writes_nothing", refused),
         on_each_database("enqueue::many_messages_keep_their_order", many),
         on_each_database("enqueue::the_id_of_a_deleted_row_is_not_given_out_again", ids_rise),
@@ -205,6 +206,13 @@ async fn other_errors(database: TestDatabase) {
     let EnqueueError::Database(error) = error else { panic!("{error}") };
     assert!(matches!(error.sql_err(), Some(SqlErr::UniqueConstraintViolation(_))), "{error}");
     assert_eq!(rows(db).await.len(), 1);
+}
+
+async fn missing_table(database: TestDatabase) {
+    database.db.execute_unprepared("DROP TABLE outbox_message").await.unwrap();
+    let error = Outbox::new().enqueue(&database.db, message("x")).await.unwrap_err();
+    assert!(matches!(error, EnqueueError::Store(StoreError::Table(_))), "{error}");
+    assert!(error.to_string().contains("run the migrations"), "{error}");
 }
 
 async fn refused(database: TestDatabase) {

@@ -15,6 +15,7 @@ use sea_orm_outbox::{
     Ack, ConfigError, Message, NewMessage, Outbox, PublishError, Publisher, Relay, RelayBuilder, RelayError,
     entity::{Status, outbox_message::Model as Row},
     lifecycle::RetryPolicy,
+    migration::{Migrator, MigratorTrait},
     publisher::RecordingPublisher,
     store::ClaimStrategy,
 };
@@ -562,6 +563,15 @@ async fn handle_twice(database: TestDatabase) {
         (Arc::strong_count(&publisher) == 1).then_some(())
     })
     .await;
+
+    // Stopped before it has begun, it leaves the pool as it was.
+    let memory = sea_orm::Database::connect("sqlite::memory:").await.unwrap();
+    Migrator::up(&memory, None).await.unwrap();
+    for _ in 0..50 {
+        let relay = Relay::builder(memory.clone(), RecordingPublisher::new()).build().unwrap().spawn();
+        within(limit, "a relay stopped at once", relay.shutdown()).await.unwrap();
+    }
+    assert_eq!(rows(&memory).await.len(), 0);
 
     // And `run` ends when told to.
     let relay = quick(&database, RecordingPublisher::new()).build().unwrap();
