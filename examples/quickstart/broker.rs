@@ -44,7 +44,7 @@ enum Target {
 enum Server {
     /// Somebody else's.
     None,
-    Process(Child, PathBuf),
+    Process(Box<Child>, PathBuf),
     Container(Box<ContainerAsync<Nats>>),
 }
 
@@ -151,7 +151,7 @@ impl Broker {
             .ok()?;
         for _ in 0..100 {
             if let Ok(client) = async_nats::connect(format!("127.0.0.1:{port}")).await {
-                return Some((client, Server::Process(child, storage)));
+                return Some((client, Server::Process(Box::new(child), storage)));
             }
             sleep(Duration::from_millis(50)).await;
         }
