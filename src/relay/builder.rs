@@ -128,7 +128,8 @@ impl<P: Publisher> RelayBuilder<P> {
     /// How long a claim is trusted without being renewed. A shorter one brings the messages of a worker that
     /// died back sooner; a longer one forgives longer pauses of a worker that lives. Default: 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
-        self.settings.lease = lease;
+        // Whole milliseconds, as in the database: it must not be trusted for longer here than there.
+        self.settings.lease = Duration::from_millis(u64::try_from(lease.as_millis()).unwrap_or(u64::MAX));
         self
     }
 

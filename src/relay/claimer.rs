@@ -101,6 +101,10 @@ impl<P: Publisher> Claimer<P> {
 
     /// Publishes suspects, each with nothing else in flight, so that one that kills its worker dies alone.
     async fn suspects(&mut self, to_dispatcher: &Sender<Vec<Claim>>) {
+        // The turn begins when what is in flight is through, however long that takes.
+        if !self.alone().await {
+            return;
+        }
         let turn_ends = Instant::now() + SUSPECTS_TURN;
         while self.alone().await && Instant::now() < turn_ends && !self.shared.gate.is_closed() {
             let Some(suspect) = self.shared.suspects.take() else { return };
@@ -171,6 +175,11 @@ impl<P: Publisher> Claimer<P> {
         if !claimed.claims.is_empty() {
             room.send(claimed.claims);
         }
+        if before.elapsed() + settings.publish_timeout >= settings.lease {
+            // Too late to publish them: they go back, and next time it had better be fewer.
+            self.rows = (self.rows / 4).max(1);
+            return Next::Retry(pace().delay(1, fastrand::f64()));
+        }
         match (claimed.more, won) {
             (true, 0) => Next::LostRace,
             (true, _) => Next::AtOnce,
@@ -184,6 +193,9 @@ impl<P: Publisher> Claimer<P> {
         while self.failures == 0
             && let Some(claimed_by) = self.unanswered.last()
         {
+            if !self.room().await {
+                return;
+            }
             let before = Instant::now();
             let Ok(fences) = self.shared.store.claims_of(claimed_by).await else { return };
             self.unanswered.pop();
@@ -206,9 +218,17 @@ impl<P: Publisher> Claimer<P> {
 
     /// Waits until the broker is there and a batch can be held; `None` when told to stop first.
     async fn passage(&self) -> Option<Passage> {
-        let Shared { settings, held, gate, publisher, .. } = &*self.shared;
-        self.unless_stopped(held.wait_until_at_most(settings.most_held() - settings.batch_size)).await?;
-        self.unless_stopped(gate.pass(publisher)).await
+        if !self.room().await {
+            return None;
+        }
+        self.unless_stopped(self.shared.gate.pass(&self.shared.publisher)).await
+    }
+
+    /// Waits until another batch can be held; `false` when told to stop first.
+    async fn room(&self) -> bool {
+        let Shared { settings, held, .. } = &*self.shared;
+        let most = settings.most_held() - settings.batch_size;
+        self.unless_stopped(held.wait_until_at_most(most)).await.is_some()
     }
 
     /// Waits until nothing is held; `false` when told to stop first.

@@ -1,6 +1,6 @@
 //! Keeps publishes in flight and decides what becomes of each claim.
 
-use std::{any::Any, collections::VecDeque, panic::AssertUnwindSafe, sync::Arc};
+use std::{any::Any, collections::VecDeque, panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use tokio::{
@@ -29,7 +29,9 @@ pub(super) async fn run<P: Publisher>(
         let stopping = grace_ends.is_some();
         while in_flight.len() < shared.settings.max_in_flight || stopping {
             let Some(claim) = queue.pop_front() else { break };
-            if stopping || shared.gate.is_closed() && !in_flight.is_empty() {
+            // While the broker is away one message at a time tries, with nothing else waiting behind it.
+            let others = !in_flight.is_empty() || !queue.is_empty();
+            if stopping || shared.gate.is_closed() && others {
                 dispatcher.settle(claim, Outcome::Unused).await;
             } else if let Some(claim) = dispatcher.unless_resting(claim).await {
                 dispatcher.alone = in_flight.is_empty().then(|| claim.fence());
@@ -111,7 +113,7 @@ impl<P: Publisher> Dispatcher<'_, P> {
         let Some((delay, reason)) = self.resting.remaining(claim.message().topic()) else {
             return Some(claim);
         };
-        let outcome = Outcome::Postponed { reason: reason.to_owned(), delay };
+        let outcome = postponed(&claim, reason.to_owned(), delay);
         self.settle(claim, outcome).await;
         None
     }
@@ -157,7 +159,7 @@ impl<P: Publisher> Dispatcher<'_, P> {
                     // It may be the message that breaks the connection: then it must run out of attempts.
                     (true, true) => Outcome::Transient(reason),
                     // Another message tries next: it may be this one that is in the way.
-                    (true, false) => Outcome::Postponed { reason, delay: gate.pause() },
+                    (true, false) => postponed(claim, reason, gate.pause()),
                     (false, _) => Outcome::Unused,
                 }
             }
@@ -181,6 +183,11 @@ impl<P: Publisher> Dispatcher<'_, P> {
         // There is room for every claim that can be held, and the settler ends last.
         let _ = self.to_settler.send(settlement).await;
     }
+}
+
+/// Puts a message off that was not tried. A suspect keeps the error that marks it: the next sweep finds it again.
+fn postponed(claim: &Claim, reason: String, delay: Duration) -> Outcome {
+    if claim.is_suspect() { Outcome::Unused } else { Outcome::Postponed { reason, delay } }
 }
 
 fn panic_message(panic: &(dyn Any + Send)) -> &str {

@@ -18,6 +18,9 @@ use crate::{
 /// How long a settlement waits for others to share its statement.
 const GATHER: Duration = Duration::from_millis(5);
 
+/// What is left of the time to settle when the grace period is used up.
+const LAST_TRIES: Duration = Duration::from_secs(2);
+
 /// How many settlements are taken from the channel before the clocks are looked at again.
 const MOST_AT_ONCE: usize = 1_000;
 
@@ -76,14 +79,12 @@ impl<P: Publisher> Settler<P> {
         self.write_at = Some(self.write_at.map_or(at, |earlier| earlier.min(at)));
     }
 
-    /// Tries once to write the batch.
+    /// Tries once to write the oldest part of the batch. The rest follows at once, but a renewal that is due goes
+    /// first.
     async fn write(&mut self) {
         self.write_at = None;
-        let mut rest = std::mem::take(&mut self.batch);
-        let mut parts = Vec::new();
-        while !rest.is_empty() {
-            parts.push(rest.split_off(rest.len().saturating_sub(self.shared.settings.batch_size)));
-        }
+        let size = self.batch.len().min(self.shared.settings.batch_size.max(MOST_AT_ONCE));
+        let mut parts = vec![self.batch.drain(..size).collect::<Vec<_>>()];
         while let Some(mut part) = parts.pop() {
             match self.shared.store.settle(&part).await {
                 Ok(lost) => self.settled(&part, &lost),
@@ -100,13 +101,16 @@ impl<P: Publisher> Settler<P> {
                 }
                 Err(error) => {
                     parts.push(part);
-                    self.batch = parts.into_iter().flatten().collect();
+                    self.batch.extend(parts.into_iter().flatten());
                     self.failed(&error);
                     return;
                 }
             }
         }
         self.answered();
+        if !self.batch.is_empty() {
+            self.write_at = Some(Instant::now());
+        }
     }
 
     fn settled(&self, part: &[Settlement], lost: &Lost) {
@@ -164,7 +168,9 @@ impl<P: Publisher> Settler<P> {
             self.pause()
         };
         if !self.batch.is_empty() {
-            self.write_at = Some(Instant::now() + pause);
+            // Not later than it was to be: a renewal that fails must not put off a settlement.
+            let at = Instant::now() + pause;
+            self.write_at = Some(self.write_at.map_or(at, |earlier| earlier.min(at)));
         }
     }
 
@@ -184,7 +190,7 @@ impl<P: Publisher> Settler<P> {
 
     /// Writes what is left, and gives back what nobody finished, within the grace period.
     async fn finish(mut self) {
-        let give_up = self.shared.grace_ends();
+        let give_up = self.shared.grace_ends().max(Instant::now() + LAST_TRIES);
         let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
         let unused = self.shared.held.fences().into_iter().filter(|fence| !settling.contains(fence));
         self.batch.extend(unused.map(Settlement::release));
@@ -193,7 +199,7 @@ impl<P: Publisher> Settler<P> {
             if let Some(at) = self.write_at {
                 if at >= give_up {
                     let rows = self.batch.len();
-                    tracing::warn!(rows, "stopping without the database; the sweep will return the rows");
+                    tracing::warn!(rows, "stopping before everything is settled; the sweep will return the rows");
                     return;
                 }
                 sleep_until(at).await;

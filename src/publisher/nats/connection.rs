@@ -36,7 +36,7 @@ impl Connection {
         Ok(Before { connects: self.connects(), answers: self.answers.load(Ordering::Relaxed) })
     }
 
-    /// That the server has answered, whatever it said.
+    /// That the server has answered a publish, whatever it said.
     pub(super) fn answered(&self) {
         self.answers.fetch_add(1, Ordering::Relaxed);
     }
@@ -47,7 +47,7 @@ impl Connection {
         self.is_up() && self.connects() == before.connects
     }
 
-    /// Whether anything was answered since.
+    /// Whether any publish was answered since.
     pub(super) fn answered_since(&self, before: &Before) -> bool {
         self.answers.load(Ordering::Relaxed) != before.answers
     }

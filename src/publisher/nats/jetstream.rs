@@ -86,10 +86,7 @@ impl JetStream {
     ) -> PublishError {
         match error.kind() {
             Kind::TimedOut => self.no_answer(message, before).await,
-            Kind::StreamNotFound => {
-                self.connection.answered();
-                self.no_stream(message).await
-            }
+            Kind::StreamNotFound => self.no_stream(message).await,
             Kind::MaxPayloadExceeded => {
                 let expected = self
                     .expected_stream
@@ -149,14 +146,12 @@ impl JetStream {
     /// Asks the server which stream takes the subject, in a part of the time that a publish has.
     async fn stream_of(&self, topic: &str) -> Stream {
         let asked = timeout(self.ack_timeout / 5, self.context.stream_by_subject(topic)).await;
-        let stream = match asked {
+        match asked {
             Ok(Ok(stream)) => Stream::Known(stream),
             Ok(Err(error)) if error.kind() == GetStreamByNameErrorKind::NotFound => Stream::None,
-            Ok(Err(error)) => return Stream::Silence(error.to_string()),
-            Err(_) => return Stream::Silence("no answer".to_owned()),
-        };
-        self.connection.answered();
-        stream
+            Ok(Err(error)) => Stream::Silence(error.to_string()),
+            Err(_) => Stream::Silence("no answer".to_owned()),
+        }
     }
 
     /// What the server said in its answer, by JetStream's error codes.
