@@ -199,7 +199,10 @@ impl<P: Publisher> Settler<P> {
             if let Some(at) = self.write_at {
                 if at >= give_up {
                     let rows = self.batch.len();
-                    tracing::warn!(rows, "stopping before everything is settled; the sweep will return the rows");
+                    tracing::warn!(
+                        rows,
+                        "stopping before everything is settled; the sweep will return the rows"
+                    );
                     return;
                 }
                 sleep_until(at).await;

@@ -39,6 +39,8 @@ pub(crate) fn tests() -> Vec<Trial> {
             "relay::a_message_that_breaks_the_connection_runs_out_of_attempts",
             breaks_connection,
         ),
+        on_each_database("relay::an_outage_is_probed_at_a_pace_whatever_the_window", paced_probes),
+        on_each_database("relay::suspects_have_their_turn_behind_a_slow_backlog", suspects_turn),
         on_each_database("relay::suspects_go_on_after_an_outage", suspects_after_outage),
         on_each_database("relay::a_panic_in_a_publisher_is_a_failed_attempt", panics),
         on_each_database("relay::a_publish_without_an_answer_is_given_up_in_time", no_answer),
@@ -251,6 +253,55 @@ async fn breaks_connection(database: TestDatabase) {
     relay.shutdown().await.unwrap();
     let poison = rows(&database.db).await.remove(0);
     assert_eq!((poison.attempts, poison.last_error.as_deref()), (5, Some("the server hung up")));
+}
+
+async fn paced_probes(database: TestDatabase) {
+    for window in [1, 100] {
+        let switch = Arc::new(Switch {
+            on: AtomicBool::new(false),
+            published: AtomicUsize::new(0),
+            refused: AtomicUsize::new(0),
+        });
+        enqueue(&database.db, "t", 100).await;
+        let relay =
+            quick(&database, switch.clone()).batch_size(50).max_in_flight(window).build().unwrap().spawn();
+        eventually("the outage to be noticed", || async {
+            (switch.refused.load(Ordering::SeqCst) > 0).then_some(())
+        })
+        .await;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        relay.shutdown().await.unwrap();
+        // Those in flight at first, then one at a time after 100 to 200 ms, 200 to 400 ms and so on.
+        let refused = switch.refused.load(Ordering::SeqCst);
+        assert!(refused <= window + 8, "{refused} tries with a window of {window}");
+    }
+}
+
+/// Draining what is in flight takes longer than their turn.
+async fn suspects_turn(database: TestDatabase) {
+    enqueue(&database.db, "suspect", 1).await;
+    enqueue(&database.db, "harmless", 600).await;
+    let suspect = "UPDATE outbox_message SET attempts = 2, last_error = 'claim expired: x' \
+                   WHERE topic = 'suspect'";
+    database.db.execute_unprepared(suspect).await.unwrap();
+    let slow = Slow(Duration::from_millis(150));
+    let relay = quick(&database, slow).batch_size(10).max_in_flight(1).build().unwrap().spawn();
+    eventually("the suspect to be sent", || async {
+        (rows(&database.db).await[0].status == Status::Sent).then_some(())
+    })
+    .await;
+    assert!(count(&database.db, Status::Pending).await > 0, "it had to wait for the whole backlog");
+    relay.shutdown().await.unwrap();
+}
+
+/// A broker that takes its time.
+struct Slow(Duration);
+
+impl Publisher for Slow {
+    async fn publish(&self, _: &Message) -> Result<Ack, PublishError> {
+        tokio::time::sleep(self.0).await;
+        Ok(Ack::new())
+    }
 }
 
 async fn suspects_after_outage(database: TestDatabase) {
