@@ -12,7 +12,7 @@ use sea_orm_migration::{
 /// Runs the migrations of the outbox with a history table of its own, `outbox_migrations`.
 ///
 /// `up`, `down`, `reset`, `refresh` take a lock first: other processes that migrate at the same time
-/// wait for at most a minute and then find the work done. On PostgreSQL and SQLite everything one
+/// wait (at most a minute on PostgreSQL, for the pool's busy timeout on SQLite) and then find the work done. On PostgreSQL and SQLite everything one
 /// call does happens in one transaction: it is done whole or not at all.
 ///
 /// `fresh` is SeaORM's own: it drops **every** table of the database, the application's included.
