@@ -40,4 +40,5 @@ pub use publisher::NatsPublisher;
 pub use publisher::{Ack, PublishError, PublishErrorKind, Publisher};
 pub use relay::{ConfigError, Relay, RelayBuilder, RelayError, RelayHandle, Report};
 pub use sea_orm_outbox_entity as entity;
+pub use store::{BehindFailed, ClaimStrategy, Ordering, OutboxTable};
 pub use versioned::{Versioned, VersionedError, VersionedExt};

@@ -1,13 +1,15 @@
 //! Enqueue messages in the transaction that they belong to.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
 
 use sea_orm::{ConnectionTrait, DbErr};
-use sea_orm_outbox_entity::outbox_message::Model;
 
 use crate::{
     message::{DEFAULT_MAX_MESSAGE_BYTES, InvalidMessage, Message, MessageId, NewMessage, validate},
-    store::{self, Dialect, EnqueuedRow, StoreError},
+    store::{self, Dialect, EnqueuedRow, OutboxTable, Roles, StoreError},
 };
 
 /// Writes messages into the outbox, on whatever connection it is given.
@@ -32,12 +34,13 @@ use crate::{
 /// ```
 #[derive(Clone, Debug)]
 pub struct Outbox {
+    roles: Arc<Roles>,
     max_message_bytes: usize,
 }
 
 impl Default for Outbox {
     fn default() -> Self {
-        Self { max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES }
+        Self { roles: Arc::default(), max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES }
     }
 }
 
@@ -103,6 +106,13 @@ impl Outbox {
         Self::default()
     }
 
+    /// An outbox in an application's own table.
+    ///
+    /// A message with something that the table has no column for (headers, an event type, …) is refused.
+    pub fn for_table<E: OutboxTable>() -> Self {
+        Self { roles: Arc::new(Roles::of::<E>()), ..Self::default() }
+    }
+
     /// The most bytes that a message may have, with its headers. Default: 1 MiB, what a NATS server at its
     /// defaults takes; set it to the server's `max_payload` if that is another. A larger message would be
     /// enqueued in vain and end `FAILED`.
@@ -166,7 +176,7 @@ impl Outbox {
                 rows.push(EnqueuedRow { message, delay });
             }
         }
-        let existing = insert(db, dialect, rows, ids_may_exist).await?;
+        let existing = self.insert(db, dialect, rows, ids_may_exist).await?;
         for answer in &mut answers {
             if existing.contains(&answer.message_id()) {
                 *answer = Enqueued::Existing(answer.message_id());
@@ -174,45 +184,45 @@ impl Outbox {
         }
         Ok(answers)
     }
-}
 
-/// Inserts the rows in batches and returns the ids that were there already, with the same content.
-async fn insert<C: ConnectionTrait>(
-    db: &C,
-    dialect: Dialect,
-    rows: Vec<EnqueuedRow>,
-    ids_may_exist: bool,
-) -> Result<HashSet<MessageId>, EnqueueError> {
-    let mut existing = HashSet::new();
-    let mut rest = rows;
-    // Once is the rule. A row that was there may be deleted before it can be compared; then it is our turn
-    // again.
-    for _ in 0..3 {
-        let mut vanished = HashSet::new();
-        for batch in batches(&rest) {
-            let mut conflicts = store::insert(db, dialect, batch, ids_may_exist).await?;
-            if conflicts.is_empty() {
-                continue;
-            }
-            let given: HashMap<MessageId, &Message> =
-                batch.iter().map(|row| (row.message.id(), &row.message)).collect();
-            for stored in store::stored(db, &conflicts).await? {
-                let stored = Message::from(stored);
-                if let Some(given) = given.get(&stored.id()) {
-                    same_content(given, &stored)?;
-                    conflicts.remove(&stored.id());
-                    existing.insert(stored.id());
+    /// Inserts the rows in batches and returns the ids that were there already, with the same content.
+    async fn insert<C: ConnectionTrait>(
+        &self,
+        db: &C,
+        dialect: Dialect,
+        rows: Vec<EnqueuedRow>,
+        ids_may_exist: bool,
+    ) -> Result<HashSet<MessageId>, EnqueueError> {
+        let mut existing = HashSet::new();
+        let mut rest = rows;
+        // Once is the rule. A row that was there may be deleted before it can be compared; then it is our turn
+        // again.
+        for _ in 0..3 {
+            let mut vanished = HashSet::new();
+            for batch in batches(&rest) {
+                let mut conflicts = store::insert(db, &self.roles, dialect, batch, ids_may_exist).await?;
+                if conflicts.is_empty() {
+                    continue;
                 }
+                let given: HashMap<MessageId, &Message> =
+                    batch.iter().map(|row| (row.message.id(), &row.message)).collect();
+                for stored in store::stored(db, &self.roles, dialect, &conflicts).await? {
+                    if let Some(given) = given.get(&stored.id()) {
+                        same_content(given, &stored)?;
+                        conflicts.remove(&stored.id());
+                        existing.insert(stored.id());
+                    }
+                }
+                vanished.extend(conflicts);
             }
-            vanished.extend(conflicts);
+            if vanished.is_empty() {
+                return Ok(existing);
+            }
+            rest.retain(|row| vanished.contains(&row.message.id()));
         }
-        if vanished.is_empty() {
-            return Ok(existing);
-        }
-        rest.retain(|row| vanished.contains(&row.message.id()));
+        let message = "a message with the same id was enqueued and deleted again, three times over";
+        Err(EnqueueError::Database(DbErr::Custom(message.to_owned())))
     }
-    let message = "a message with the same id was enqueued and deleted again, three times over";
-    Err(EnqueueError::Database(DbErr::Custom(message.to_owned())))
 }
 
 /// Parts that fit into one statement: a bounded number of parameters, and of bytes in memory.
@@ -247,28 +257,5 @@ fn same_content(given: &Message, stored: &Message) -> Result<(), EnqueueError> {
     match differs.into_iter().find(|(_, differs)| *differs) {
         Some((field, _)) => Err(EnqueueError::IdTaken { id, field }),
         None => Ok(()),
-    }
-}
-
-impl From<Model> for Message {
-    /// The message as it is stored. Headers that are no texts are left out.
-    fn from(row: Model) -> Self {
-        let headers = match row.headers {
-            serde_json::Value::Object(headers) => headers
-                .into_iter()
-                .filter_map(|(name, value)| Some((name, value.as_str()?.to_owned())))
-                .collect(),
-            _ => Default::default(),
-        };
-        Self {
-            id: row.message_id.into(),
-            topic: row.topic,
-            aggregate: row.aggregate_type.zip(row.aggregate_id),
-            ordering_key: row.ordering_key,
-            event_type: row.event_type,
-            content_type: row.content_type,
-            headers,
-            payload: row.payload.into(),
-        }
     }
 }

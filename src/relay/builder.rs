@@ -8,14 +8,16 @@ use super::Relay;
 use crate::{
     lifecycle::RetryPolicy,
     publisher::Publisher,
-    store::{ClaimStrategy, Store, StoreError},
+    store::{ClaimStrategy, Ordering, OutboxTable, Roles, Store, StoreError},
 };
 
 /// How a relay behaves. Every setting has a default that suits most services.
 #[derive(Clone, Debug)]
 pub(super) struct Settings {
     pub(super) name: String,
-    pub(super) strategy: ClaimStrategy,
+    /// `None` until the server has said what it is able to do.
+    pub(super) strategy: Option<ClaimStrategy>,
+    pub(super) ordering: Ordering,
     pub(super) batch_size: usize,
     pub(super) queued_batches: usize,
     pub(super) max_in_flight: usize,
@@ -41,6 +43,7 @@ impl Settings {
 #[must_use = "a builder does nothing until it builds"]
 pub struct RelayBuilder<P> {
     db: DatabaseConnection,
+    roles: Roles,
     publisher: P,
     statement_timeout: Duration,
     settings: Settings,
@@ -74,7 +77,15 @@ pub enum ConfigError {
         /// The time between renewals.
         renew_every: Duration,
     },
-    /// The database is not supported.
+    /// Order per key stands on what only row locks or a single writer can give.
+    #[error(
+        "strategy is Optimistic and ordering is {ordering:?}: order per key needs the strategy SkipLocked"
+    )]
+    OptimisticOrder {
+        /// The ordering.
+        ordering: Ordering,
+    },
+    /// The database is not supported, or the entity cannot be an outbox.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
@@ -83,7 +94,8 @@ impl<P: Publisher> RelayBuilder<P> {
     pub(super) fn new(db: DatabaseConnection, publisher: P) -> Self {
         let settings = Settings {
             name: format!("relay-{}-{:08x}", std::process::id(), fastrand::u32(..)),
-            strategy: ClaimStrategy::default(),
+            strategy: None,
+            ordering: Ordering::Unordered,
             batch_size: 1_000,
             queued_batches: 2,
             max_in_flight: 1_024,
@@ -96,7 +108,7 @@ impl<P: Publisher> RelayBuilder<P> {
             grace: Duration::from_secs(10),
             retry: RetryPolicy::default(),
         };
-        Self { db, publisher, statement_timeout: Duration::from_secs(10), settings }
+        Self { db, roles: Roles::default(), publisher, statement_timeout: Duration::from_secs(10), settings }
     }
 
     /// The name of this relay in `claimed_by` and in the log, 1 to 64 characters. It need not be unique: the
@@ -106,9 +118,23 @@ impl<P: Publisher> RelayBuilder<P> {
         self
     }
 
-    /// How relays keep out of each other's way. Default: [`ClaimStrategy::SkipLocked`].
+    /// Relays an application's own table. Default: the table `outbox_message`.
+    pub fn table<E: OutboxTable>(mut self) -> Self {
+        self.roles = Roles::of::<E>();
+        self
+    }
+
+    /// How relays keep out of each other's way. Default: [`ClaimStrategy::SkipLocked`] where the server has it, which
+    /// is found out when the relay starts, otherwise [`ClaimStrategy::Optimistic`].
     pub fn strategy(mut self, strategy: ClaimStrategy) -> Self {
-        self.settings.strategy = strategy;
+        self.settings.strategy = Some(strategy);
+        self
+    }
+
+    /// Whether messages with the same ordering key are published one after the other, in order. All relays of a table
+    /// must agree on it. Default: [`Ordering::Unordered`].
+    pub fn ordering(mut self, ordering: Ordering) -> Self {
+        self.settings.ordering = ordering;
         self
     }
 
@@ -188,9 +214,11 @@ impl<P: Publisher> RelayBuilder<P> {
     /// # Errors
     /// When a setting makes no sense, when two cannot be safe together, or when the database is not supported.
     pub fn build(self) -> Result<Relay<P>, ConfigError> {
-        let Self { db, publisher, statement_timeout, settings } = self;
+        let Self { db, roles, publisher, statement_timeout, settings } = self;
         check(&settings, statement_timeout)?;
-        let store = Store::new(db)?.with_statement_timeout(statement_timeout);
+        let store = Store::with_roles(db, roles)?
+            .with_ordering(settings.ordering)?
+            .with_statement_timeout(statement_timeout);
         Ok(Relay { store, publisher, settings })
     }
 }
@@ -236,6 +264,10 @@ fn check(settings: &Settings, statement_timeout: Duration) -> Result<(), ConfigE
     let Settings { lease, publish_timeout, renew_every, .. } = *settings;
     if lease <= publish_timeout + renew_every {
         return Err(ConfigError::LeaseTooShort { lease, publish_timeout, renew_every });
+    }
+    let ordering = settings.ordering;
+    if ordering != Ordering::Unordered && settings.strategy == Some(ClaimStrategy::Optimistic) {
+        return Err(ConfigError::OptimisticOrder { ordering });
     }
     Ok(())
 }

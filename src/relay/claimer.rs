@@ -7,10 +7,12 @@ use tokio::{
     time::{Instant, sleep},
 };
 
-use super::{Shared, gate::Passage, jittered, pace, report::add};
+use super::{Shared, gate::Passage, jittered, pace, report::add, walk::Walk};
 use crate::{
     publisher::Publisher,
-    store::{Claim, Claimed, Fence, Settlement, StoreError},
+    store::{
+        BehindFailed, Claim, ClaimRequest, Claimed, Fence, Ordering, Settlement, StoreError, Unreadable,
+    },
 };
 
 /// How long suspects, which are published one at a time, may keep the others waiting; and the others them.
@@ -24,7 +26,8 @@ pub(super) async fn run<P: Publisher>(
     let rows = shared.settings.batch_size;
     let run = fastrand::u32(..);
     let unanswered = Vec::new();
-    let mut claimer = Claimer { shared, to_settler, rows, run, batches: 0, failures: 0, unanswered };
+    let walk = Walk::new();
+    let mut claimer = Claimer { shared, to_settler, rows, run, walk, batches: 0, failures: 0, unanswered };
     let mut suspects_after = Instant::now();
     // Ends when told to stop; a claim that is under way is always seen through.
     while let Some(passage) = claimer.passage().await {
@@ -57,6 +60,7 @@ struct Claimer<P> {
     rows: usize,
     /// Tells the claims of this relay from those of another with the same name.
     run: u32,
+    walk: Walk,
     batches: u64,
     /// Of the database, one after the other.
     failures: u32,
@@ -81,8 +85,23 @@ impl<P: Publisher> Claimer<P> {
         let claimed_by = self.claimed_by();
         let Shared { store, settings, .. } = &*self.shared;
         let before = Instant::now();
-        let claimed = store.claim(settings.strategy, rows as u64, &claimed_by, settings.lease).await;
-        self.claimed(claimed, claimed_by, before, room).await
+        let request = ClaimRequest {
+            strategy: settings.strategy.unwrap_or_default(),
+            limit: rows as u64,
+            claimed_by: &claimed_by,
+            lease: settings.lease,
+            after: self.walk.next(),
+        };
+        let mut claimed = store.claim(&request).await;
+        let mut moved = false;
+        if let Ok(claimed) = &mut claimed {
+            moved = self.walk.claimed(claimed, claimed.claims.len() + claimed.unreadable.len() >= rows);
+        }
+        match self.claimed(claimed, claimed_by, before, room).await {
+            // Nothing that can be claimed was here; it may be further on.
+            Next::LostRace | Next::Poll if moved => Next::AtOnce,
+            next => next,
+        }
     }
 
     /// Claims one row, to see whether the broker is back, and waits for what becomes of it.
@@ -164,16 +183,28 @@ impl<P: Publisher> Claimer<P> {
         add(&counters.claimed, won as u64);
         add(&counters.lost_races, claimed.lost_races);
         let fences = claimed.claims.iter().map(Claim::fence);
-        let fences = fences.chain(claimed.unreadable.iter().map(Settlement::fence));
+        let fences = fences.chain(claimed.unreadable.iter().map(Unreadable::fence));
         held.add(fences, before + settings.lease);
-        for settlement in claimed.unreadable {
+        let mut claims = claimed.claims;
+        for unreadable in claimed.unreadable {
+            if settings.ordering == (Ordering::PerKey { behind_failed: BehindFailed::Hold }) {
+                let (behind, others) = claims.into_iter().partition::<Vec<_>, _>(|claim| {
+                    let key = claim.message().ordering_key();
+                    key.is_some() && key == unreadable.ordering_key() && claim.fence() > unreadable.fence()
+                });
+                claims = others;
+                for claim in behind {
+                    let _ = self.to_settler.send(Settlement::release(claim.fence())).await;
+                }
+            }
+            let settlement = unreadable.settle();
             let (id, error) = (settlement.fence().id, settlement.transition().error());
-            tracing::warn!(id, error, "message failed");
+            tracing::warn!(%id, error, "message failed");
             // The settler ends last.
             let _ = self.to_settler.send(settlement).await;
         }
-        if !claimed.claims.is_empty() {
-            room.send(claimed.claims);
+        if !claims.is_empty() {
+            room.send(claims);
         }
         if before.elapsed() + settings.publish_timeout >= settings.lease {
             // Too late to publish them: they go back, and next time it had better be fewer.

@@ -8,11 +8,11 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-use super::{Shared, report::add, resting::Resting, suspects::Turn};
+use super::{Shared, keys::Keys, report::add, resting::Resting, suspects::Turn};
 use crate::{
     lifecycle::{Arrow, Outcome},
     publisher::{Ack, PublishError, PublishErrorKind, Publisher},
-    store::{Claim, Fence, Settlement},
+    store::{BehindFailed, Claim, Fence, Ordering, Settlement},
 };
 
 pub(super) async fn run<P: Publisher>(
@@ -20,7 +20,8 @@ pub(super) async fn run<P: Publisher>(
     mut claims: Receiver<Vec<Claim>>,
     to_settler: Sender<Settlement>,
 ) {
-    let mut dispatcher = Dispatcher { shared: &shared, to_settler, resting: Resting::default(), alone: None };
+    let (resting, keys, next) = (Resting::default(), Keys::default(), VecDeque::new());
+    let mut dispatcher = Dispatcher { shared: &shared, to_settler, resting, keys, next, alone: None };
     let mut queue: VecDeque<Claim> = VecDeque::new();
     let mut in_flight = FuturesUnordered::new();
     let mut more = true;
@@ -28,9 +29,18 @@ pub(super) async fn run<P: Publisher>(
     loop {
         let stopping = grace_ends.is_some();
         while in_flight.len() < shared.settings.max_in_flight || stopping {
-            let Some(claim) = queue.pop_front() else { break };
+            let claim = match dispatcher.next.pop_front() {
+                Some(claim) => claim,
+                None => match queue.pop_front() {
+                    Some(claim) => match dispatcher.admit(claim) {
+                        Some(claim) => claim,
+                        None => continue,
+                    },
+                    None => break,
+                },
+            };
             // While the broker is away one message at a time tries, with nothing else waiting behind it.
-            let others = !in_flight.is_empty() || !queue.is_empty();
+            let others = !in_flight.is_empty() || !queue.is_empty() || !dispatcher.next.is_empty();
             if stopping || shared.gate.is_closed() && others {
                 dispatcher.settle(claim, Outcome::Unused).await;
             } else if let Some(claim) = dispatcher.unless_resting(claim).await {
@@ -38,7 +48,7 @@ pub(super) async fn run<P: Publisher>(
                 in_flight.push(publish(&shared, claim));
             }
         }
-        if !more && queue.is_empty() && in_flight.is_empty() {
+        if !more && queue.is_empty() && dispatcher.next.is_empty() && in_flight.is_empty() {
             return;
         }
         tokio::select! {
@@ -103,13 +113,24 @@ struct Dispatcher<'a, P> {
     shared: &'a Shared<P>,
     to_settler: Sender<Settlement>,
     resting: Resting,
+    keys: Keys,
+    /// Those whose turn has come within their key.
+    next: VecDeque<Claim>,
     /// The message that has been in flight with no other beside it, if there is one.
     alone: Option<Fence>,
 }
 
 impl<P: Publisher> Dispatcher<'_, P> {
+    /// The claim, unless it has to wait for another of its key.
+    fn admit(&mut self, claim: Claim) -> Option<Claim> {
+        match self.shared.settings.ordering {
+            Ordering::Unordered => Some(claim),
+            Ordering::PerKey { .. } => self.keys.admit(claim),
+        }
+    }
+
     /// The claim, unless its topic rests; then it is settled.
-    async fn unless_resting(&self, claim: Claim) -> Option<Claim> {
+    async fn unless_resting(&mut self, claim: Claim) -> Option<Claim> {
         let Some((delay, reason)) = self.resting.remaining(claim.message().topic()) else {
             return Some(claim);
         };
@@ -131,9 +152,10 @@ impl<P: Publisher> Dispatcher<'_, P> {
             Published::Panicked(message) => Outcome::Transient(format!("the publisher panicked: {message}")),
             Published::Untrusted => Outcome::Unused,
             Published::Lost => {
-                tracing::debug!(id = claim.fence().id, "lost before it was published");
+                tracing::debug!(id = %claim.fence().id, "lost before it was published");
                 add(&self.shared.counters.lost, 1);
-                return;
+                let key = self.key(&claim);
+                return self.release_behind(key).await;
             }
         };
         self.settle(claim, outcome).await;
@@ -166,22 +188,48 @@ impl<P: Publisher> Dispatcher<'_, P> {
         }
     }
 
-    async fn settle(&self, claim: Claim, outcome: Outcome) {
+    /// Hands the settlement over, and lets the next of its key go on or none.
+    async fn settle(&mut self, claim: Claim, outcome: Outcome) {
         let failed = matches!(outcome, Outcome::Transient(_) | Outcome::Permanent(_));
         let message = failed.then(|| (claim.message().id(), claim.message().topic().to_owned()));
-        let attempts = claim.attempts();
+        let (attempts, key) = (claim.attempts(), self.key(&claim));
         let settlement = claim.settle(outcome, &self.shared.settings.retry, fastrand::f64());
+        let arrow = settlement.transition().arrow();
         if let Some((message_id, topic)) = message {
             let transition = settlement.transition();
             let (id, error, delay) = (settlement.fence().id, transition.error(), transition.delay());
-            if transition.arrow() == Arrow::Fail {
-                tracing::warn!(id, %message_id, topic, attempts, error, "message failed");
+            if arrow == Arrow::Fail {
+                tracing::warn!(%id, %message_id, topic, attempts, error, "message failed");
             } else {
-                tracing::debug!(id, %message_id, topic, attempts, error, ?delay, "message will be retried");
+                tracing::debug!(%id, %message_id, topic, attempts, error, ?delay, "message will be retried");
             }
         }
         // There is room for every claim that can be held, and the settler ends last.
         let _ = self.to_settler.send(settlement).await;
+        let skip = Ordering::PerKey { behind_failed: BehindFailed::Skip };
+        match (arrow, &key) {
+            (_, None) => {}
+            (Arrow::Acknowledge, Some(key)) => self.next.extend(self.keys.next(key)),
+            (Arrow::Fail, Some(key)) if self.shared.settings.ordering == skip => {
+                self.next.extend(self.keys.next(key));
+            }
+            _ => self.release_behind(key).await,
+        }
+    }
+
+    /// Gives back what waits behind a message of this key that is unfinished.
+    async fn release_behind(&mut self, key: Option<String>) {
+        for claim in key.map(|key| self.keys.cut(&key)).unwrap_or_default() {
+            let _ = self.to_settler.send(Settlement::release(claim.fence())).await;
+        }
+    }
+
+    /// The key in which the message has its turn.
+    fn key(&self, claim: &Claim) -> Option<String> {
+        match self.shared.settings.ordering {
+            Ordering::Unordered => None,
+            Ordering::PerKey { .. } => claim.message().ordering_key().map(str::to_owned),
+        }
     }
 }
 

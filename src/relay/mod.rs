@@ -16,11 +16,14 @@ mod dispatcher;
 mod gate;
 mod handle;
 mod held;
+mod keys;
 mod report;
 mod resting;
+mod settle;
 mod settler;
 mod suspects;
 mod sweeper;
+mod walk;
 
 use std::{
     fmt,
@@ -44,7 +47,7 @@ pub use report::Report;
 use crate::{
     lifecycle::RetryPolicy,
     publisher::Publisher,
-    store::{Store, StoreError},
+    store::{ClaimStrategy, Ordering, Store, StoreError, TableReport},
 };
 use builder::Settings;
 use gate::Gate;
@@ -80,9 +83,13 @@ pub struct Relay<P> {
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RelayError {
-    /// The table is missing, or is not the one that the migrations make.
+    /// The table is missing or lacks what the relay needs, or the server is too old.
     #[error(transparent)]
     Table(Arc<StoreError>),
+    /// The strategy [`SkipLocked`](ClaimStrategy::SkipLocked) was asked for, or order per key, which stands on it, and
+    /// the server does not have it.
+    #[error("the server has no SKIP LOCKED: set the strategy Optimistic, and no order per key")]
+    NoSkipLocked,
     /// A task of the relay panicked: a bug. Rows it held go back with the sweep.
     #[error("a task of the relay ended unexpectedly: {0}")]
     Task(Arc<JoinError>),
@@ -163,10 +170,14 @@ impl<P: Publisher> Relay<P> {
     }
 
     async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
-        let Self { store, publisher, settings } = self;
-        let Some(waited) = wait_for_table(&store, &stop).await? else {
+        let Self { store, publisher, mut settings } = self;
+        let Some((table, waited)) = wait_for_table(&store, &stop).await? else {
             return Ok(Report::default());
         };
+        for (status, rows) in &table.unknown_statuses {
+            tracing::warn!(status, rows, "rows have a status that means nothing: no relay touches them");
+        }
+        settings.strategy = Some(strategy(&settings, &table)?);
         tracing::info!(relay = settings.name, "relay started");
         let (to_dispatcher, claims) = mpsc::channel(settings.queued_batches);
         // Room for every row that can be held, so that no outcome of a publish ever waits for the settler.
@@ -210,14 +221,37 @@ impl<P> fmt::Debug for Relay<P> {
     }
 }
 
-/// Waits until the database answers: whether it had to, or `None` when told to stop first.
-async fn wait_for_table(store: &Store, stop: &CancellationToken) -> Result<Option<bool>, RelayError> {
+/// The strategy that was asked for, or the best that the server has.
+fn strategy(settings: &Settings, table: &TableReport) -> Result<ClaimStrategy, RelayError> {
+    let needed = settings.ordering != Ordering::Unordered;
+    match (settings.strategy, table.skip_locked) {
+        (Some(ClaimStrategy::Optimistic), _) => Ok(ClaimStrategy::Optimistic),
+        (_, true) => Ok(ClaimStrategy::SkipLocked),
+        (None, false) if !needed => {
+            tracing::info!("the server has no SKIP LOCKED: the relay claims with the strategy Optimistic");
+            Ok(ClaimStrategy::Optimistic)
+        }
+        (_, false) => Err(RelayError::NoSkipLocked),
+    }
+}
+
+/// Waits until the database answers: what it says of the table, and whether it had to wait; `None` when told to stop
+/// first.
+async fn wait_for_table(
+    store: &Store,
+    stop: &CancellationToken,
+) -> Result<Option<(TableReport, bool)>, RelayError> {
     for failures in 1.. {
         // Seen through even when told to stop: a statement that is given up costs the pool its connection, and with
         // it a database in memory.
         let error = match store.check_table().await {
-            Ok(()) => return Ok(Some(failures > 1)),
-            Err(error @ StoreError::Table(_)) => return Err(RelayError::Table(Arc::new(error))),
+            Ok(table) => return Ok(Some((table, failures > 1))),
+            Err(
+                error @ (StoreError::Table(_)
+                | StoreError::Schema { .. }
+                | StoreError::Entity { .. }
+                | StoreError::Unsupported(_)),
+            ) => return Err(RelayError::Table(Arc::new(error))),
             Err(error) => error,
         };
         if failures == 1 {

@@ -9,10 +9,14 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::{Shared, pace, report::add};
+use super::{
+    Shared, pace,
+    report::add,
+    settle::{Settled, settle},
+};
 use crate::{
     publisher::Publisher,
-    store::{Fence, Lost, Settlement, StoreError},
+    store::{Fence, Settlement, StoreError},
 };
 
 /// How long a settlement waits for others to share its statement.
@@ -21,7 +25,8 @@ const GATHER: Duration = Duration::from_millis(5);
 /// What is left of the time to settle when the grace period is used up.
 const LAST_TRIES: Duration = Duration::from_secs(2);
 
-/// How many settlements are taken from the channel before the clocks are looked at again.
+/// How many settlements one statement writes, and how many are taken from the channel before the clocks are looked
+/// at again.
 const MOST_AT_ONCE: usize = 1_000;
 
 pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, mut settlements: Receiver<Settlement>) {
@@ -65,7 +70,7 @@ impl<P: Publisher> Settler<P> {
     /// Decides when the batch is written, now that it has grown.
     fn gathered(&mut self) {
         let now = Instant::now();
-        let full = self.batch.len() >= self.shared.settings.batch_size;
+        let full = self.batch.len() >= self.shared.settings.batch_size.min(MOST_AT_ONCE);
         // Nothing else is under way that could join.
         let complete = self.batch.len() >= self.shared.held.len();
         let at = if self.failures > 0 {
@@ -83,49 +88,31 @@ impl<P: Publisher> Settler<P> {
     /// first.
     async fn write(&mut self) {
         self.write_at = None;
-        let size = self.batch.len().min(self.shared.settings.batch_size.max(MOST_AT_ONCE));
-        let mut parts = vec![self.batch.drain(..size).collect::<Vec<_>>()];
-        while let Some(mut part) = parts.pop() {
-            match self.shared.store.settle(&part).await {
-                Ok(lost) => self.settled(&part, &lost),
-                // The database answers but does not take the values: find out which row it is, so that it harms
-                // only itself.
-                Err(StoreError::Refused(_)) if part.len() > 1 => {
-                    parts.push(part.split_off(part.len() / 2));
-                    parts.push(part);
-                }
-                Err(StoreError::Refused(error)) => {
-                    let fences: Vec<Fence> = part.iter().map(Settlement::fence).collect();
-                    tracing::error!(?fences, %error, "a settlement cannot be written; the row waits for the sweep");
-                    self.shared.held.remove(&fences);
-                }
-                Err(error) => {
-                    parts.push(part);
-                    self.batch.extend(parts.into_iter().flatten());
-                    self.failed(&error);
-                    return;
-                }
-            }
+        let size = self.batch.len().min(MOST_AT_ONCE);
+        let Settled { written, lost, refused, failed } =
+            settle(&self.shared.store, self.batch.drain(..size).collect()).await;
+        let Shared { counters, held, .. } = &*self.shared;
+        for settlement in &written {
+            counters.settled(settlement.transition().arrow());
+        }
+        for settlement in &lost {
+            tracing::debug!(id = %settlement.fence().id, "lost: somebody else has the row now");
+        }
+        add(&counters.lost, lost.len() as u64);
+        for (settlement, error) in &refused {
+            let id = settlement.fence().id;
+            tracing::error!(%id, %error, "a settlement cannot be written; the row waits for the sweep");
+        }
+        let done = written.iter().chain(&lost).chain(refused.iter().map(|(settlement, _)| settlement));
+        held.remove(&done.map(Settlement::fence).collect::<Vec<_>>());
+        if let Some((error, rest)) = failed {
+            self.batch.extend(rest);
+            return self.failed(&error);
         }
         self.answered();
         if !self.batch.is_empty() {
             self.write_at = Some(Instant::now());
         }
-    }
-
-    fn settled(&self, part: &[Settlement], lost: &Lost) {
-        let lost: HashSet<Fence> = lost.fences().iter().copied().collect();
-        let counters = &self.shared.counters;
-        for settlement in part {
-            if lost.contains(&settlement.fence()) {
-                tracing::debug!(id = settlement.fence().id, "lost: somebody else has the row now");
-                add(&counters.lost, 1);
-            } else {
-                counters.settled(settlement.transition().arrow());
-            }
-        }
-        let fences: Vec<Fence> = part.iter().map(Settlement::fence).collect();
-        self.shared.held.remove(&fences);
     }
 
     /// Extends the leases that are older than half the time between renewals. Looking twice in that time, none

@@ -4,7 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::time::sleep;
 
-use super::{Shared, jittered};
+use super::{
+    Shared, jittered,
+    settle::{Settled, settle},
+};
 use crate::{
     publisher::Publisher,
     store::{Fence, Position, Settlement, StoreError},
@@ -77,14 +80,18 @@ async fn step<P: Publisher>(
         read.stale.into_iter().map(|stale| stale.settle(&shared.settings.retry)).collect();
     while !settlements.is_empty() {
         let rest = settlements.split_off(settlements.len().min(BATCH));
-        let lost = shared.store.settle(&settlements).await?;
-        for settlement in &settlements {
-            if !lost.fences().contains(&settlement.fence()) {
-                swept += 1;
-                shared.counters.settled(settlement.transition().arrow());
-                let (id, error) = (settlement.fence().id, settlement.transition().error());
-                tracing::debug!(id, error, "swept");
-            }
+        let Settled { written, refused, failed, .. } = settle(&shared.store, settlements).await;
+        for settlement in &written {
+            shared.counters.settled(settlement.transition().arrow());
+            let (id, error) = (settlement.fence().id, settlement.transition().error());
+            tracing::debug!(%id, error, "swept");
+        }
+        for (settlement, error) in &refused {
+            tracing::error!(id = %settlement.fence().id, %error, "a stale claim cannot be swept");
+        }
+        swept += written.len();
+        if let Some((error, _)) = failed {
+            return Err(error);
         }
         settlements = rest;
     }

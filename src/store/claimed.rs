@@ -2,11 +2,17 @@
 
 use std::collections::BTreeMap;
 
-use sea_orm::{DbErr, QueryResult};
+use sea_orm::{ColumnType, DbErr, QueryResult};
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{Fence, Settlement, StoreError, dialect::Dialect};
+use super::{
+    Fence, Position, Settlement, StoreError,
+    claim::Trust,
+    dialect::Dialect,
+    fenced::output_id,
+    table::{Role, Table},
+};
 use crate::{
     lifecycle::{EXPIRED, Outcome, RetryPolicy, settle},
     message::Message,
@@ -59,81 +65,197 @@ impl Claim {
     }
 }
 
+/// A row that was won and cannot be read. It fails, with the reason; its neighbours go on.
+#[derive(Debug)]
+pub struct Unreadable {
+    fence: Fence,
+    reason: String,
+    ordering_key: Option<String>,
+}
+
+impl Unreadable {
+    /// The row and the version that the claim gave it.
+    pub fn fence(&self) -> Fence {
+        self.fence
+    }
+
+    /// Its ordering key, if at least that can be read. With order per key and
+    /// [`Hold`](super::BehindFailed::Hold) the messages of this key behind it are to be released.
+    pub fn ordering_key(&self) -> Option<&str> {
+        self.ordering_key.as_deref()
+    }
+
+    /// Fails the row.
+    pub fn settle(self) -> Settlement {
+        let outcome = Outcome::Permanent(format!("the row cannot be read: {}", self.reason));
+        Settlement::new(self.fence, settle(1, outcome, &RetryPolicy::default(), 0.0))
+    }
+}
+
 /// What came of claiming a batch.
 #[derive(Debug, Default)]
 pub struct Claimed {
     /// The rows won, by id.
     pub claims: Vec<Claim>,
-    /// Rows won that cannot be read: each fails with the reason, its neighbours go on.
-    pub unreadable: Vec<Settlement>,
+    /// Rows won that cannot be read.
+    pub unreadable: Vec<Unreadable>,
     /// How many rows were read at the version that somebody else changed first.
     pub lost_races: u64,
-    /// Whether there were at least as many rows as asked for: there may be more.
+    /// Whether there may be more to claim at once.
     pub more: bool,
+    /// Where to go on, to leave behind what cannot be claimed or is claimed already: for
+    /// [`ClaimRequest::after`](super::ClaimRequest::after). `None`: stay where you were.
+    ///
+    /// What becomes claimable behind that place is not seen from there: begin at the head again every second or so.
+    pub next: Option<Position>,
+    /// The last place among the rows won.
+    pub(super) last: Option<Position>,
 }
 
 impl Claimed {
+    /// How many rows were won.
+    pub(super) fn len(&self) -> usize {
+        self.claims.len() + self.unreadable.len()
+    }
+
     /// Reads each row by itself: one that cannot be read harms no other.
-    pub(super) fn read(rows: &[QueryResult], trusted_until: Instant) -> Result<Self, StoreError> {
+    pub(super) fn read(rows: &[QueryResult], table: &Table, trust: Trust) -> Result<Self, StoreError> {
         let mut claimed = Claimed { claims: Vec::with_capacity(rows.len()), ..Claimed::default() };
         for row in rows {
-            let fence = Fence::read(row)?;
-            let attempts: i32 = row.try_get_by_index(2)?;
-            let attempts = u32::try_from(attempts).unwrap_or(0);
-            let suspect = row.try_get_by_index::<i32>(12)? == 1;
-            match message(row) {
-                Ok(message) => {
-                    claimed.claims.push(Claim { fence, attempts, suspect, trusted_until, message });
-                }
-                Err(error) => {
-                    let outcome = Outcome::Permanent(format!("the row cannot be read: {error}"));
-                    let transition = settle(attempts, outcome, &RetryPolicy::default(), 0.0);
-                    claimed.unreadable.push(Settlement::new(fence, transition));
-                }
+            let fence = Fence::read(row, table)?;
+            // A time that cannot be read is no place to go on from.
+            claimed.last = claimed.last.max(Position::read(row, 2, 0, table).ok());
+            match Claim::read(row, fence, table, trust) {
+                Ok(claim) => claimed.claims.push(claim),
+                Err(error) => claimed.unreadable.push(Unreadable {
+                    fence,
+                    reason: reason(error),
+                    ordering_key: row.try_get_by_index(5 + ORDERING_KEY).ok().flatten(),
+                }),
             }
         }
         // RETURNING has no order.
-        claimed.claims.sort_unstable_by_key(|claim| claim.fence.id);
+        claimed.claims.sort_unstable_by_key(|claim| claim.fence);
         Ok(claimed)
     }
 }
 
-/// What a claim returns, in the order in which it is read here.
-pub(super) fn columns(dialect: Dialect) -> String {
+impl Claim {
+    fn read(row: &QueryResult, fence: Fence, table: &Table, trust: Trust) -> Result<Self, DbErr> {
+        let attempts: Option<i64> = row.try_get_by_index(3)?;
+        let attempts = attempts.ok_or_else(|| DbErr::Type("attempts is null".to_owned()))?;
+        let attempts = u32::try_from(attempts).ok().filter(|attempts| *attempts > 0).ok_or_else(|| {
+            DbErr::Type(format!("attempts is {}, before this one", attempts.wrapping_sub(1)))
+        })?;
+        Ok(Self {
+            fence,
+            attempts,
+            suspect: row.try_get_by_index::<i64>(4)? == 1,
+            trusted_until: trust.0,
+            message: read_message(row, 5, table)?,
+        })
+    }
+}
+
+/// Says what a person needs, and not what went through which layers.
+fn reason(error: DbErr) -> String {
+    match error {
+        DbErr::Type(reason) | DbErr::Json(reason) => reason,
+        other => other.to_string(),
+    }
+}
+
+/// What a claim returns of `o`, in the order in which it is read here.
+pub(super) fn columns(table: &Table) -> String {
+    let Table { dialect, version, attempts, available_at, last_error, .. } = table;
     // SQLite knows the columns of RETURNING only by their bare names.
-    let (o, headers) = match dialect {
-        Dialect::Postgres => ("o.", "o.headers::text"),
-        Dialect::Sqlite => ("", "headers"),
-    };
+    let o = if *dialect == Dialect::Sqlite { "" } else { "o." };
+    let id = if *dialect == Dialect::Sqlite { table.id.clone() } else { output_id(table) };
     format!(
         "\
-            {o}id, {o}version, {o}attempts, {o}message_id, {o}topic, {o}aggregate_type, {o}aggregate_id, \
-            {o}ordering_key, {o}event_type, {o}content_type, {headers}, {o}payload, \
-            CASE WHEN {o}attempts > 2 AND {o}last_error LIKE '{EXPIRED}%' THEN 1 ELSE 0 END"
+        {id}, {version}, {o}{available_at}, {attempts_read}, \
+        {suspect}, {message}",
+        version = dialect.integer(&format!("{o}{version}")),
+        attempts_read = dialect.integer(&format!("{o}{attempts}")),
+        suspect = dialect.integer(&format!(
+            "CASE WHEN {o}{attempts} > 2 AND {o}{last_error} LIKE '{EXPIRED}%' THEN 1 ELSE 0 END"
+        )),
+        message = message_columns(table, o),
     )
 }
 
-fn message(row: &QueryResult) -> Result<Message, DbErr> {
-    let id: Uuid = row.try_get_by_index(3)?;
-    let kind: Option<String> = row.try_get_by_index(5)?;
-    let aggregate_id: Option<String> = row.try_get_by_index(6)?;
-    let payload: Vec<u8> = row.try_get_by_index(11)?;
+/// The place of the ordering key among the columns of a message.
+const ORDERING_KEY: usize = 4;
+
+/// The columns that make a message, in the order in which they are read here.
+pub(super) fn message_columns(table: &Table, prefix: &str) -> String {
+    let roles = &table.roles;
+    let column = |role: &Role| format!("{prefix}{}", table.quoted(role));
+    let text = |role: &Option<Role>| match role {
+        Some(role) => column(role),
+        None => table.dialect.text("NULL"),
+    };
+    let headers = match &roles.headers {
+        Some(role) => table.dialect.text(&column(role)),
+        None => table.dialect.text("NULL"),
+    };
+    let payload = match &roles.payload {
+        role if is_bytes(role) => column(role),
+        role => table.dialect.text(&column(role)),
+    };
+    [
+        column(&roles.message_id),
+        column(&roles.topic),
+        text(&roles.aggregate_type),
+        text(&roles.aggregate_id),
+        text(&roles.ordering_key),
+        text(&roles.event_type),
+        text(&roles.content_type),
+        headers,
+        payload,
+    ]
+    .join(", ")
+}
+
+/// Reads a message from its columns, the first of which stands at `first`.
+pub(super) fn read_message(row: &QueryResult, first: usize, table: &Table) -> Result<Message, DbErr> {
+    let text = |place: usize| row.try_get_by_index::<Option<String>>(first + place);
+    let id: Uuid = row.try_get_by_index(first)?;
+    let payload = if is_bytes(&table.roles.payload) {
+        row.try_get_by_index::<Vec<u8>>(first + 8)?
+    } else {
+        row.try_get_by_index::<String>(first + 8)?.into_bytes()
+    };
     Ok(Message {
         id: id.into(),
-        topic: row.try_get_by_index(4)?,
-        aggregate: kind.zip(aggregate_id),
-        ordering_key: row.try_get_by_index(7)?,
-        event_type: row.try_get_by_index(8)?,
-        content_type: row.try_get_by_index(9)?,
-        headers: headers(row.try_get_by_index(10)?)?,
+        topic: row.try_get_by_index(first + 1)?,
+        aggregate: text(2)?.zip(text(3)?),
+        ordering_key: text(ORDERING_KEY)?,
+        event_type: text(5)?,
+        content_type: text(6)?.unwrap_or_else(|| default_content_type(table).to_owned()),
+        headers: headers(text(7)?)?,
         payload: payload.into(),
     })
 }
 
-fn headers(json: String) -> Result<BTreeMap<String, String>, DbErr> {
-    if json == "{}" {
-        return Ok(BTreeMap::new());
+fn is_bytes(role: &Role) -> bool {
+    matches!(
+        role.column_type,
+        ColumnType::Blob | ColumnType::Binary(_) | ColumnType::VarBinary(_) | ColumnType::Custom(_)
+    )
+}
+
+fn default_content_type(table: &Table) -> &'static str {
+    match table.roles.payload.column_type {
+        ColumnType::Json | ColumnType::JsonBinary => "application/json",
+        _ => "application/octet-stream",
     }
-    serde_json::from_str(&json)
-        .map_err(|error| DbErr::Json(format!("headers are not an object of texts: {error}")))
+}
+
+fn headers(json: Option<String>) -> Result<BTreeMap<String, String>, DbErr> {
+    match json.as_deref() {
+        None | Some("{}") => Ok(BTreeMap::new()),
+        Some(json) => serde_json::from_str(json)
+            .map_err(|error| DbErr::Json(format!("headers are not an object of texts: {error}"))),
+    }
 }

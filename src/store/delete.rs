@@ -1,6 +1,10 @@
 //! The three ways in which a row goes: discarded, cancelled, retired.
 
-use super::{Fence, Lost, Store, StoreError, dialect::Verb};
+use super::{
+    Fence, Lost, Store, StoreError,
+    fenced::{Verb, Write},
+    table::{Table, literal},
+};
 use crate::lifecycle::Arrow;
 
 impl Store {
@@ -35,13 +39,15 @@ impl Store {
     }
 
     async fn delete(&self, arrow: Arrow, rows: &[Fence]) -> Result<Lost, StoreError> {
-        if rows.is_empty() {
-            return Ok(Lost::default());
-        }
-        // The fences may come from anywhere: here the status is asked for as well.
-        let guard = format!("o.status = '{}'", arrow.from().as_str());
-        let sql = self.dialect.fenced(Verb::Delete { guard: Some(&guard) }, &[]);
-        let values = self.dialect.given_values(rows.iter().map(|fence| (*fence, [])));
-        self.write("delete rows", sql, values, rows).await.map(Lost)
+        let Table { roles, status, .. } = &*self.table;
+        let write = Write {
+            what: "delete rows",
+            verb: Verb::Delete,
+            // The fences may come from anywhere: here the status is asked for as well.
+            guard: Some(format!("o.{status} = {}", literal(roles.status_text(arrow.from())))),
+            skip_locked: false,
+            given: &[],
+        };
+        self.write(&write, rows.iter().map(|fence| (*fence, [])).collect()).await.map(Lost)
     }
 }

@@ -3,13 +3,17 @@
 use std::{collections::HashSet, time::Duration};
 
 use sea_orm::{
-    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter,
-    sea_query::{Expr, OnConflict, Query, SimpleExpr},
+    ColumnType, ConnectionTrait, DbErr, SqlErr, Value,
+    sea_query::{Expr, InsertStatement, OnConflict, Query, SimpleExpr},
 };
-use sea_orm_outbox_entity::outbox_message::{Column, Entity, Model};
 use uuid::Uuid;
 
-use super::dialect::Dialect;
+use super::{
+    claim::{milliseconds, status_literal},
+    claimed::{message_columns, read_message},
+    dialect::Dialect,
+    table::{Role, Roles, Table},
+};
 use crate::message::{Message, MessageId};
 
 /// A message and when it becomes due.
@@ -20,52 +24,26 @@ pub(crate) struct EnqueuedRow {
 
 /// Inserts rows with one statement and returns the ids that were there already; those are left alone.
 ///
-/// Only a conflict on the message id is passed over (`ON CONFLICT (message_id)`): any other error of a row is
-/// an error of the statement.
+/// Only a conflict on the message id is passed over: any other error of a row is an error of the statement.
 pub(crate) async fn insert<C: ConnectionTrait>(
     db: &C,
+    roles: &Roles,
     dialect: Dialect,
     rows: &[EnqueuedRow],
     ids_may_exist: bool,
 ) -> Result<HashSet<MessageId>, DbErr> {
-    let mut insert = Query::insert();
-    insert.into_table(Entity).columns([
-        Column::MessageId,
-        Column::Topic,
-        Column::AggregateType,
-        Column::AggregateId,
-        Column::OrderingKey,
-        Column::EventType,
-        Column::ContentType,
-        Column::Headers,
-        Column::AvailableAt,
-        Column::Payload,
-    ]);
-    for EnqueuedRow { message, delay } in rows {
-        let headers =
-            serde_json::to_value(&message.headers).map_err(|error| DbErr::Json(error.to_string()))?;
-        insert
-            .values([
-                Expr::val(message.id.as_uuid()),
-                Expr::val(message.topic.clone()),
-                Expr::val(message.aggregate_type().map(str::to_owned)),
-                Expr::val(message.aggregate_id().map(str::to_owned)),
-                Expr::val(message.ordering_key.clone()),
-                Expr::val(message.event_type.clone()),
-                Expr::val(message.content_type.clone()),
-                Expr::val(headers),
-                due(dialect, *delay),
-                Expr::val(message.payload.to_vec()),
-            ])
-            .map_err(|error| DbErr::Custom(error.to_string()))?;
-    }
+    let mut insert = statement(roles, dialect, rows)?;
     if !ids_may_exist {
         db.execute(&insert).await?;
         return Ok(HashSet::new());
     }
+    if dialect == Dialect::MySql {
+        return insert_new(db, roles, dialect, rows, insert).await;
+    }
+    let message_id = roles.message_id.iden();
     insert
-        .on_conflict(OnConflict::column(Column::MessageId).do_nothing().to_owned())
-        .returning_col(Column::MessageId);
+        .on_conflict(OnConflict::column(message_id.clone()).do_nothing().to_owned())
+        .returning_col(message_id);
     let mut existing: HashSet<MessageId> = rows.iter().map(|row| row.message.id).collect();
     for row in db.query_all(&insert).await? {
         existing.remove(&row.try_get_by_index::<Uuid>(0)?.into());
@@ -73,13 +51,149 @@ pub(crate) async fn insert<C: ConnectionTrait>(
     Ok(existing)
 }
 
-/// The rows that have these message ids.
+/// The same for MySQL and MariaDB, which cannot say which rows they have passed over. A statement that fails writes
+/// nothing there and leaves the transaction usable: when there is a conflict, the rows go one by one.
+async fn insert_new<C: ConnectionTrait>(
+    db: &C,
+    roles: &Roles,
+    dialect: Dialect,
+    rows: &[EnqueuedRow],
+    all: InsertStatement,
+) -> Result<HashSet<MessageId>, DbErr> {
+    let conflicts = |result: Result<_, DbErr>| match result {
+        Ok(_) => Ok(false),
+        Err(error) if matches!(error.sql_err(), Some(SqlErr::UniqueConstraintViolation(_))) => Ok(true),
+        Err(error) => Err(error),
+    };
+    let mut existing = HashSet::new();
+    if conflicts(db.execute(&all).await)? {
+        for row in rows {
+            let insert = statement(roles, dialect, std::slice::from_ref(row))?;
+            if conflicts(db.execute(&insert).await)? {
+                existing.insert(row.message.id);
+            }
+        }
+    }
+    Ok(existing)
+}
+
+/// The messages that are stored under these ids.
 pub(crate) async fn stored<C: ConnectionTrait>(
     db: &C,
+    roles: &Roles,
+    dialect: Dialect,
     ids: &HashSet<MessageId>,
-) -> Result<Vec<Model>, DbErr> {
-    let ids = ids.iter().map(MessageId::as_uuid);
-    Entity::find().filter(Column::MessageId.is_in(ids)).all(db).await
+) -> Result<Vec<Message>, DbErr> {
+    let table = Table::new(roles.clone(), dialect);
+    let parameters: Vec<String> = (1..=ids.len()).map(|number| format!("${number}")).collect();
+    let sql = format!(
+        "SELECT {columns} FROM {name} AS o WHERE o.{message_id} IN ({ids}){latest}",
+        columns = message_columns(&table, "o."),
+        name = table.name,
+        message_id = table.quoted(&roles.message_id),
+        ids = parameters.join(", "),
+        // A row that kept ours out may have been committed after the snapshot of this transaction.
+        latest = if dialect == Dialect::MySql { " LOCK IN SHARE MODE" } else { "" },
+    );
+    let values = ids.iter().map(|id| Value::from(id.as_uuid())).collect();
+    let rows = db.query_all_raw(dialect.statement(sql, values)).await?;
+    rows.iter().map(|row| read_message(row, 0, &table)).collect()
+}
+
+fn statement(roles: &Roles, dialect: Dialect, rows: &[EnqueuedRow]) -> Result<InsertStatement, DbErr> {
+    let mut statement = Query::insert();
+    let mut columns = vec![&roles.message_id, &roles.topic];
+    let optional = [
+        &roles.aggregate_type,
+        &roles.aggregate_id,
+        &roles.ordering_key,
+        &roles.event_type,
+        &roles.content_type,
+        &roles.headers,
+        &roles.requeues,
+    ];
+    columns.extend(optional.into_iter().flatten());
+    columns.extend([&roles.status, &roles.version, &roles.attempts, &roles.available_at, &roles.payload]);
+    statement.into_table(roles.table.clone()).columns(columns.iter().map(|role| role.iden()));
+    let table = Table::new(roles.clone(), dialect);
+    let pending = status_literal(&table, &table.pending);
+    for row in rows {
+        statement
+            .values(values(roles, dialect, &pending, row)?)
+            .map_err(|error| DbErr::Custom(error.to_string()))?;
+    }
+    Ok(statement)
+}
+
+/// The values of one row, in the order of the columns.
+fn values(
+    roles: &Roles,
+    dialect: Dialect,
+    pending: &str,
+    row: &EnqueuedRow,
+) -> Result<Vec<SimpleExpr>, DbErr> {
+    let EnqueuedRow { message, delay } = row;
+    let mut values = vec![Expr::val(message.id.as_uuid()), Expr::val(message.topic.clone())];
+    let key = match &roles.ordering_key {
+        // It was made from the aggregate, which is stored.
+        None if message.aggregate.is_some() => None,
+        _ => message.ordering_key.clone(),
+    };
+    for (what, role, value) in [
+        ("aggregate type", &roles.aggregate_type, message.aggregate_type().map(str::to_owned)),
+        ("aggregate id", &roles.aggregate_id, message.aggregate_id().map(str::to_owned)),
+        ("ordering key", &roles.ordering_key, key),
+        ("event type", &roles.event_type, message.event_type.clone()),
+    ] {
+        match role {
+            Some(_) => values.push(Expr::val(value)),
+            None if value.is_none() => {}
+            None => return Err(no_column(roles, what)),
+        }
+    }
+    if roles.content_type.is_some() {
+        values.push(Expr::val(message.content_type.clone()));
+    }
+    match &roles.headers {
+        Some(role) => {
+            let headers = serde_json::to_vec(&message.headers);
+            values.push(content(role, "headers", &headers.map_err(|error| DbErr::Json(error.to_string()))?)?);
+        }
+        None if message.headers.is_empty() => {}
+        None => return Err(no_column(roles, "headers")),
+    }
+    if roles.requeues.is_some() {
+        values.push(Expr::val(0));
+    }
+    values.extend([
+        Expr::cust(pending.to_owned()),
+        Expr::val(0_i64),
+        Expr::val(0),
+        due(dialect, *delay),
+        content(&roles.payload, "payload", &message.payload)?,
+    ]);
+    Ok(values)
+}
+
+/// Bytes, as the type of the column asks for them.
+fn content(role: &Role, what: &str, bytes: &[u8]) -> Result<SimpleExpr, DbErr> {
+    let refused =
+        |error: &dyn std::fmt::Display| DbErr::Type(format!("the {what} does not fit its column: {error}"));
+    match role.column_type {
+        ColumnType::Json | ColumnType::JsonBinary => {
+            let json: serde_json::Value = serde_json::from_slice(bytes).map_err(|error| refused(&error))?;
+            Ok(Expr::val(json))
+        }
+        ColumnType::Char(_) | ColumnType::String(_) | ColumnType::Text => {
+            let text = std::str::from_utf8(bytes).map_err(|error| refused(&error))?;
+            Ok(Expr::val(text))
+        }
+        _ => Ok(Expr::val(bytes.to_vec())),
+    }
+}
+
+fn no_column(roles: &Roles, what: &str) -> DbErr {
+    DbErr::Type(format!("the table {} has no column for the {what} of a message", roles.name))
 }
 
 /// By the database's clock, as everything that is compared with it later.
@@ -90,9 +204,8 @@ fn due(dialect: Dialect, delay: Duration) -> SimpleExpr {
         // Bound, so that each delay does not make another statement.
         let placeholder = match dialect {
             Dialect::Postgres => "$1::bigint",
-            Dialect::Sqlite => "?",
+            Dialect::MySql | Dialect::Sqlite => "?",
         };
-        let ms = i64::try_from(delay.as_millis()).unwrap_or(i64::MAX);
-        Expr::cust_with_values(dialect.clock_plus_ms(placeholder), [ms])
+        Expr::cust_with_values(dialect.clock_plus_ms(placeholder), [milliseconds(delay)])
     }
 }

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use sea_orm::{DbBackend, DbErr};
+use sea_orm::DbErr;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
 use sea_orm::{RuntimeErr, SqlxError};
 
@@ -8,9 +8,27 @@ use sea_orm::{RuntimeErr, SqlxError};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The outbox has no statements for this database.
-    #[error("the outbox does not support {0:?} yet: use PostgreSQL or SQLite")]
-    Unsupported(DbBackend),
+    /// The outbox has no statements for this database, or the server is too old for them.
+    #[error(
+        "the outbox does not support {0}: use PostgreSQL 12, MySQL 8, MariaDB 10.6, SQLite 3.38 or newer"
+    )]
+    Unsupported(String),
+    /// A column of an application's own entity cannot play its role.
+    #[error("the entity of table {table} cannot be an outbox: {fault}")]
+    Entity {
+        /// The table.
+        table: String,
+        /// Which column it is, and what it would have to be.
+        fault: String,
+    },
+    /// The table in the database is not as the entity says, or lacks what the relay needs.
+    #[error("the table {table} cannot be relayed: {}", faults.join("; "))]
+    Schema {
+        /// The table.
+        table: String,
+        /// Everything that is wrong with it, with what to do.
+        faults: Vec<String>,
+    },
     /// The database cannot be reached, or cannot work: starting, stopping, read-only, out of space or of
     /// connections. It is worth waiting for.
     #[error("the database is not available: {0}")]
@@ -25,7 +43,7 @@ pub enum StoreError {
     },
     /// The table, a column or the right to use it is missing.
     #[error(
-        "the table outbox_message is missing, not as the migrations make it, or not allowed to be used: {0}; \
+        "the outbox table is missing, not as the migrations make it, or not allowed to be used: {0}; \
          run the migrations of sea-orm-outbox (`Migrator::up`)"
     )]
     Table(#[source] DbErr),
@@ -64,12 +82,33 @@ fn kind_of(error: &DbErr) -> Kind {
         #[cfg(any(feature = "postgres", feature = "mysql", feature = "sqlite"))]
         DbErr::Exec(RuntimeErr::SqlxError(error)) | DbErr::Query(RuntimeErr::SqlxError(error)) => {
             match &**error {
-                SqlxError::Database(answer) => kind(&answer.code().unwrap_or_default()),
+                SqlxError::Database(answer) => {
+                    #[cfg(feature = "mysql")]
+                    if let Some(answer) =
+                        answer.try_downcast_ref::<sea_orm::sqlx::mysql::MySqlDatabaseError>()
+                        && let Some(kind) = mysql_kind(answer.number())
+                    {
+                        return kind;
+                    }
+                    kind(&answer.code().unwrap_or_default())
+                }
                 SqlxError::ColumnDecode { .. } | SqlxError::Decode(_) | SqlxError::Encode(_) => Kind::Refused,
                 _ => Kind::Unavailable,
             }
         }
         _ => Kind::Unavailable,
+    }
+}
+
+/// What a number of MySQL or MariaDB says whose SQLSTATE is too general.
+#[cfg(feature = "mysql")]
+fn mysql_kind(number: u16) -> Option<Kind> {
+    match number {
+        // Lock wait timeout, deadlock, record changed since last read, lock not available at once.
+        1205 | 1213 | 1020 | 3572 => Some(Kind::Contention),
+        // Not null without a default, wrong value, truncated, check constraint (MySQL, MariaDB), invalid JSON.
+        1364 | 1366 | 1265 | 3819 | 4025 | 3140 => Some(Kind::Refused),
+        _ => None,
     }
 }
 

@@ -1,24 +1,90 @@
-use sea_orm::{DbErr, QueryResult};
+use std::fmt;
+
+use sea_orm::{DbErr, QueryResult, Value, prelude::Uuid};
 use sea_orm_outbox_entity::outbox_message;
 
+use super::table::Table;
+
+/// The primary key of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum RowId {
+    /// A number, as in `outbox_message`.
+    Integer(i64),
+    /// A UUID, in tables of one's own.
+    Uuid(Uuid),
+}
+
+impl RowId {
+    pub(super) fn read(row: &QueryResult, index: usize, table: &Table) -> Result<Self, DbErr> {
+        if table.roles.has_uuid_key() {
+            Ok(Self::Uuid(row.try_get_by_index(index)?))
+        } else {
+            Ok(Self::Integer(row.try_get_by_index(index)?))
+        }
+    }
+}
+
+impl From<i64> for RowId {
+    fn from(id: i64) -> Self {
+        Self::Integer(id)
+    }
+}
+
+impl From<Uuid> for RowId {
+    fn from(id: Uuid) -> Self {
+        Self::Uuid(id)
+    }
+}
+
+impl From<RowId> for Value {
+    fn from(id: RowId) -> Self {
+        match id {
+            RowId::Integer(id) => id.into(),
+            RowId::Uuid(id) => id.into(),
+        }
+    }
+}
+
+impl PartialEq<i64> for RowId {
+    fn eq(&self, id: &i64) -> bool {
+        *self == Self::Integer(*id)
+    }
+}
+
+impl fmt::Display for RowId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Integer(id) => id.fmt(f),
+            Self::Uuid(id) => id.fmt(f),
+        }
+    }
+}
+
 /// What a writer must still match: the row, and the version it has seen of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fence {
     /// The row.
-    pub id: i64,
+    pub id: RowId,
     /// The version that the row had when it was read.
     pub version: i64,
 }
 
 impl Fence {
-    pub(super) fn read(row: &QueryResult) -> Result<Self, DbErr> {
-        Ok(Self { id: row.try_get_by_index(0)?, version: row.try_get_by_index(1)? })
+    /// A fence from an entity of one's own.
+    pub fn new(id: impl Into<RowId>, version: i64) -> Self {
+        Self { id: id.into(), version }
+    }
+
+    /// Reads the first two columns.
+    pub(super) fn read(row: &QueryResult, table: &Table) -> Result<Self, DbErr> {
+        Ok(Self { id: RowId::read(row, 0, table)?, version: row.try_get_by_index(1)? })
     }
 }
 
 impl From<&outbox_message::Model> for Fence {
     fn from(row: &outbox_message::Model) -> Self {
-        Self { id: row.id, version: row.version }
+        Self::new(row.id, row.version)
     }
 }
 

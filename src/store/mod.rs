@@ -15,9 +15,12 @@
 //!   (`plan_cache_mode = force_custom_plan`): a plan that was made while the table was empty would scan it
 //!   sequentially until the next `ANALYZE`. The same transaction sets the isolation to READ COMMITTED and a
 //!   statement timeout, whatever the connection's defaults are.
-//! - **Times are the database's.** `statement_timestamp()` in comparisons, since `clock_timestamp()` is
-//!   volatile and never an index condition; `clock_timestamp()` where a time is written.
+//! - **On MySQL and MariaDB writes run at READ COMMITTED**, where InnoDB locks no gaps between rows, and touch
+//!   their rows in the order of the primary key. A deadlock that happens all the same is a lost race.
+//! - **Times are the database's.** On PostgreSQL `statement_timestamp()` in comparisons, since
+//!   `clock_timestamp()` is volatile and never an index condition; `clock_timestamp()` where a time is written.
 
+mod check;
 mod claim;
 mod claimed;
 mod delete;
@@ -25,103 +28,176 @@ mod dialect;
 mod enqueue;
 mod error;
 mod fence;
+mod fenced;
+mod position;
 mod renew;
 mod requeue;
 mod settle;
 mod stale;
+mod table;
 
-use std::time::Duration;
+use std::{future::Future, sync::Arc, time::Duration};
 
 use sea_orm::{
-    ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbErr, QueryResult, Statement,
-    TransactionTrait, Value,
+    ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbErr, IsolationLevel, QueryResult,
+    SqliteTransactionMode, TransactionOptions, TransactionTrait, Value,
 };
 use tokio::time::timeout;
 
-pub use claim::ClaimStrategy;
-pub use claimed::{Claim, Claimed};
+pub use check::TableReport;
+pub use claim::{BehindFailed, ClaimRequest, ClaimStrategy, Ordering};
+pub use claimed::{Claim, Claimed, Unreadable};
 pub use error::StoreError;
-pub use fence::{Fence, Lost};
+pub use fence::{Fence, Lost, RowId};
+pub use position::Position;
 pub use settle::Settlement;
-pub use stale::{Position, Stale, Sweepable};
+pub use stale::{Stale, Sweepable};
+pub use table::OutboxTable;
 
 pub(crate) use dialect::Dialect;
 pub(crate) use enqueue::{EnqueuedRow, insert, stored};
+pub(crate) use table::Roles;
+
+use table::Table;
 
 /// The outbox table of one database, through which rows are claimed, settled, renewed and swept.
 #[derive(Clone, Debug)]
 pub struct Store {
     db: DatabaseConnection,
-    dialect: Dialect,
+    table: Arc<Table>,
+    ordering: Ordering,
     statement_timeout: Duration,
 }
 
 impl Store {
-    /// A store on the pool of an application. It uses one connection at a time for each call in progress.
+    /// A store of the table `outbox_message`, on the pool of an application. It uses one connection at a time for
+    /// each call in progress.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`] when the database is neither PostgreSQL nor SQLite.
+    /// [`StoreError::Unsupported`] when there are no statements for this kind of database.
     pub fn new(db: DatabaseConnection) -> Result<Self, StoreError> {
-        let dialect = Dialect::of(db.get_database_backend())?;
-        Ok(Self { db, dialect, statement_timeout: Duration::from_secs(10) })
+        Self::with_roles(db, Roles::default())
     }
 
-    /// How long one statement may take, waiting for a connection included. Default: 10 s.
+    /// A store of an application's own table.
+    ///
+    /// # Errors
+    /// [`StoreError::Unsupported`] when there are no statements for this kind of database, [`StoreError::Entity`]
+    /// when a column of the entity cannot play its role.
+    pub fn for_table<E: OutboxTable>(db: DatabaseConnection) -> Result<Self, StoreError> {
+        Self::with_roles(db, Roles::of::<E>())
+    }
+
+    pub(crate) fn with_roles(db: DatabaseConnection, roles: Roles) -> Result<Self, StoreError> {
+        let dialect = Dialect::of(db.get_database_backend())?;
+        roles.check()?;
+        let table = Arc::new(Table::new(roles, dialect));
+        Ok(Self { db, table, ordering: Ordering::Unordered, statement_timeout: Duration::from_secs(10) })
+    }
+
+    /// Whether messages of one key are claimed in order. Default: [`Ordering::Unordered`].
+    ///
+    /// # Errors
+    /// [`StoreError::Entity`] when the table has no columns for it.
+    pub fn with_ordering(mut self, ordering: Ordering) -> Result<Self, StoreError> {
+        if ordering != Ordering::Unordered {
+            self.table.roles.check_ordering()?;
+        }
+        self.ordering = ordering;
+        Ok(self)
+    }
+
+    /// How long one call may take, waiting for a connection included. Default: 10 s.
     #[must_use]
     pub fn with_statement_timeout(mut self, limit: Duration) -> Self {
         self.statement_timeout = limit;
         self
     }
 
-    /// Checks that the table is there with every column that the relay uses.
-    ///
-    /// # Errors
-    /// [`StoreError::Unavailable`] or [`StoreError::Timeout`] when the database does not answer,
-    /// [`StoreError::Table`] when it answers that the table cannot be read.
-    pub async fn check_table(&self) -> Result<(), StoreError> {
-        const SQL: &str = "\
-            SELECT id, message_id, topic, aggregate_type, aggregate_id, ordering_key, event_type,
-                   content_type, headers, status, version, attempts, requeues, available_at, claimed_by,
-                   lease_until, sent_at, failed_at, created_at, last_error, payload
-            FROM outbox_message WHERE 1 = 0";
-        self.run("check the table", SQL, Vec::new()).await.map(|_| ())
-    }
-
     /// Runs one statement, on PostgreSQL in a transaction of its own.
     async fn run(
         &self,
         what: &'static str,
-        sql: impl Into<String>,
+        sql: String,
         values: Vec<Value>,
     ) -> Result<Vec<QueryResult>, StoreError> {
-        let statement = Statement::from_sql_and_values(self.db.get_database_backend(), sql.into(), values);
         let work = async {
-            match self.dialect {
-                Dialect::Postgres => {
-                    let txn = self.begin().await?;
-                    txn.execute_unprepared(&dialect::postgres_settings(self.statement_timeout)).await?;
-                    let rows = txn.query_all_raw(statement).await?;
-                    txn.commit().await?;
-                    Ok(rows)
-                }
-                // One statement is a transaction, and one that writes takes the lock at its start.
-                Dialect::Sqlite => self.db.query_all_raw(statement).await,
+            if self.table.dialect == Dialect::Postgres {
+                let txn = self.begin().await?;
+                let rows = txn.query(sql, values).await?;
+                txn.commit().await?;
+                Ok(rows)
+            } else {
+                // One statement is a transaction, and on SQLite one that writes takes the lock at its start.
+                self.db.query_all_raw(self.table.dialect.statement(sql, values)).await
             }
         };
+        self.timed(what, work).await
+    }
+
+    async fn timed<T>(
+        &self,
+        what: &'static str,
+        work: impl Future<Output = Result<T, DbErr>>,
+    ) -> Result<T, StoreError> {
         match timeout(self.statement_timeout, work).await {
-            Ok(result) => result.map_err(|error: DbErr| error.into()),
+            Ok(result) => result.map_err(StoreError::from),
             Err(_) => Err(StoreError::Timeout { what, limit: self.statement_timeout }),
         }
     }
 
-    /// Begins a transaction in a task of its own, which goes on when the wait for it is given up.
+    /// Begins a transaction, at READ COMMITTED or, on SQLite, with the write lock.
     ///
-    /// A `BEGIN` whose future is dropped before the answer came leaves the connection in a transaction that
-    /// sqlx 0.9 does not know of, and the next user of the pool would write into it.
-    /// Finished late, the transaction is dropped and rolled back as it should be.
-    async fn begin(&self) -> Result<DatabaseTransaction, DbErr> {
-        let db = self.db.clone();
-        let begun = tokio::spawn(async move { db.begin().await }).await;
-        begun.unwrap_or_else(|error| Err(DbErr::Custom(format!("no transaction was begun: {error}"))))
+    /// In a task of its own, which goes on when the wait for it is given up: a `BEGIN` whose future is dropped
+    /// before the answer came leaves the connection in a transaction that sqlx 0.9 does not know of, and the next
+    /// user of the pool would write into it. Finished late, the transaction is dropped and rolled back as it should
+    /// be.
+    async fn begin(&self) -> Result<Transaction, DbErr> {
+        let (db, dialect) = (self.db.clone(), self.table.dialect);
+        let options = match dialect {
+            // With the other settings, in one round trip.
+            Dialect::Postgres => TransactionOptions::default(),
+            Dialect::MySql => TransactionOptions {
+                isolation_level: Some(IsolationLevel::ReadCommitted),
+                ..TransactionOptions::default()
+            },
+            Dialect::Sqlite => TransactionOptions {
+                sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
+                ..TransactionOptions::default()
+            },
+        };
+        let begun = tokio::spawn(async move { db.begin_with_options(options).await }).await;
+        let begun =
+            begun.unwrap_or_else(|error| Err(DbErr::Custom(format!("no transaction was begun: {error}"))));
+        let txn = Transaction { txn: begun?, dialect };
+        if dialect == Dialect::Postgres {
+            txn.txn.execute_unprepared(&dialect::postgres_settings(self.statement_timeout)).await?;
+        }
+        Ok(txn)
+    }
+}
+
+/// A short transaction of ours. Dropped, it is rolled back.
+struct Transaction {
+    txn: DatabaseTransaction,
+    dialect: Dialect,
+}
+
+impl Transaction {
+    async fn query(&self, sql: String, values: Vec<Value>) -> Result<Vec<QueryResult>, DbErr> {
+        self.txn.query_all_raw(self.dialect.statement(sql, values)).await
+    }
+
+    /// How many rows it wrote.
+    async fn execute(&self, sql: String, values: Vec<Value>) -> Result<u64, DbErr> {
+        Ok(self.txn.execute_raw(self.dialect.statement(sql, values)).await?.rows_affected())
+    }
+
+    async fn commit(self) -> Result<(), DbErr> {
+        self.txn.commit().await
+    }
+
+    async fn rollback(self) -> Result<(), DbErr> {
+        self.txn.rollback().await
     }
 }

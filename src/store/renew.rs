@@ -2,7 +2,11 @@
 
 use std::time::Duration;
 
-use super::{Fence, Lost, Store, StoreError, dialect::Verb};
+use super::{
+    Fence, Lost, Store, StoreError,
+    claim::milliseconds,
+    fenced::{Verb, Write},
+};
 
 impl Store {
     /// Makes the leases of claims end `lease` from now, by the database's clock. The versions stay.
@@ -12,13 +16,15 @@ impl Store {
     /// # Errors
     /// When the database does not carry it out.
     pub async fn renew(&self, claims: &[Fence], lease: Duration) -> Result<Lost, StoreError> {
-        if claims.is_empty() {
-            return Ok(Lost::default());
-        }
-        let set = format!("lease_until = {}", self.dialect.clock_plus_ms(&lease.as_millis().to_string()));
-        let verb = Verb::Update { set: &set, guard: None, raises_version: false, skip_locked: false };
-        let sql = self.dialect.fenced(verb, &[]);
-        let values = self.dialect.given_values(claims.iter().map(|fence| (*fence, [])));
-        self.write("renew leases", sql, values, claims).await.map(Lost)
+        let table = &self.table;
+        let until = table.dialect.clock_plus_ms(&milliseconds(lease).to_string());
+        let write = Write {
+            what: "renew leases",
+            verb: Verb::Update { set: vec![(table.lease_until.clone(), until)], raises_version: false },
+            guard: None,
+            skip_locked: false,
+            given: &[],
+        };
+        self.write(&write, claims.iter().map(|fence| (*fence, [])).collect()).await.map(Lost)
     }
 }

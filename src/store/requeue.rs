@@ -1,7 +1,11 @@
 //! Requeue: give dead letters another life.
 
-use super::{Fence, Lost, Store, StoreError, dialect::Verb};
-use crate::lifecycle::{Arrow, Status};
+use super::{
+    Fence, Lost, Store, StoreError,
+    claim::status_literal,
+    fenced::{Verb, Write},
+    table::Table,
+};
 
 impl Store {
     /// Returns `FAILED` rows to `PENDING`, due at once, with all their attempts; the last error stays
@@ -12,25 +16,28 @@ impl Store {
     /// # Errors
     /// When the database does not carry it out.
     pub async fn requeue(&self, rows: &[Fence]) -> Result<Lost, StoreError> {
-        if rows.is_empty() {
-            return Ok(Lost::default());
+        let Table { dialect, roles, status, version, attempts, available_at, pending, failed, .. } =
+            &*self.table;
+        let mut set = vec![
+            (version.clone(), format!("o.{version} + 1")),
+            (status.clone(), status_literal(&self.table, pending)),
+            (attempts.clone(), "0".to_owned()),
+            (available_at.clone(), dialect.clock()),
+        ];
+        if let Some(requeues) = self.table.optional(&roles.requeues) {
+            set.push((requeues.clone(), format!("o.{requeues} + 1")));
         }
-        let set = format!(
-            "\
-            version = o.version + 1,
-            status = '{}',
-            attempts = 0,
-            requeues = o.requeues + 1,
-            available_at = {},
-            failed_at = NULL",
-            Status::Pending.as_str(),
-            self.dialect.clock(),
-        );
-        // The fences may come from anywhere: here the status is asked for as well.
-        let guard = format!("o.status = '{}'", Arrow::Requeue.from().as_str());
-        let verb = Verb::Update { set: &set, guard: Some(&guard), raises_version: true, skip_locked: false };
-        let sql = self.dialect.fenced(verb, &[]);
-        let values = self.dialect.given_values(rows.iter().map(|fence| (*fence, [])));
-        self.write("requeue", sql, values, rows).await.map(Lost)
+        if let Some(failed_at) = self.table.optional(&roles.failed_at) {
+            set.push((failed_at, "NULL".to_owned()));
+        }
+        let write = Write {
+            what: "requeue",
+            verb: Verb::Update { set, raises_version: true },
+            // The fences may come from anywhere: here the status is asked for as well.
+            guard: Some(format!("o.{status} = {failed}")),
+            skip_locked: false,
+            given: &[],
+        };
+        self.write(&write, rows.iter().map(|fence| (*fence, [])).collect()).await.map(Lost)
     }
 }

@@ -1,10 +1,11 @@
 //! Settle: write what became of claims.
 
-use sea_orm::Value;
-
 use super::{
     Fence, Lost, Store, StoreError,
-    dialect::{Column, Given, Verb},
+    claim::status_literal,
+    dialect::Dialect,
+    fenced::{Column, Given, Verb, Write},
+    table::Table,
 };
 use crate::lifecycle::{Guard, Outcome, RetryPolicy, Transition, settle};
 
@@ -50,77 +51,81 @@ impl Store {
     pub async fn settle(&self, batch: &[Settlement]) -> Result<Lost, StoreError> {
         let mut lost = Vec::new();
         for guard in [Guard::Version, Guard::VersionAndLeaseOver] {
-            let part: Vec<&Settlement> =
-                batch.iter().filter(|s| s.transition.arrow().guard() == guard).collect();
-            if !part.is_empty() {
-                let fences: Vec<Fence> = part.iter().map(|settlement| settlement.fence).collect();
-                let (sql, values) = self.settle_statement(guard, &part);
-                lost.extend(self.write("settle", sql, values, &fences).await?);
-            }
+            let part: Vec<_> = batch
+                .iter()
+                .filter(|settlement| settlement.transition.arrow().guard() == guard)
+                .map(|settlement| (settlement.fence, self.given_of(settlement)))
+                .collect();
+            lost.extend(self.write(&settling(&self.table, guard), part).await?);
         }
         Ok(Lost(lost))
     }
 
-    fn settle_statement(&self, guard: Guard, part: &[&Settlement]) -> (String, Vec<Value>) {
-        let clock = self.dialect.clock();
-        let set = format!(
-            "\
-            version = o.version + 1,
-            status = g.status,
-            attempts = CASE WHEN o.attempts > g.refund THEN o.attempts - g.refund ELSE 0 END,
-            available_at = CASE
-                WHEN g.status IN ('SENT', 'FAILED') THEN NULL
-                WHEN g.delay_ms >= 0 THEN {later}
-                ELSE o.available_at END,
-            claimed_by = NULL,
-            lease_until = NULL,
-            sent_at = CASE WHEN g.status = 'SENT' THEN {clock} END,
-            failed_at = CASE WHEN g.status = 'FAILED' THEN {clock} END,
-            last_error = COALESCE(NULLIF(g.error, ''), o.last_error)",
-            later = self.dialect.clock_plus_ms("g.delay_ms"),
-        );
-        let lease_over = format!("o.lease_until < {}", self.dialect.now());
-        let by_somebody_else = guard == Guard::VersionAndLeaseOver;
-        let sql = self.dialect.fenced(
-            Verb::Update {
-                set: &set,
-                guard: by_somebody_else.then_some(lease_over.as_str()),
-                raises_version: true,
-                skip_locked: by_somebody_else,
-            },
-            &[
-                ("status", Column::Text),
-                ("refund", Column::Integer),
-                ("delay_ms", Column::Integer),
-                ("error", Column::Text),
-            ],
-        );
-        let values = self.dialect.given_values(part.iter().map(|settlement| {
-            let transition = &settlement.transition;
-            let status = transition.arrow().to().map_or("", |status| status.as_str());
-            let delay =
-                transition.delay().map_or(-1, |delay| i64::try_from(delay.as_millis()).unwrap_or(i64::MAX));
-            let given = [
-                Given::Text(status.to_owned()),
-                Given::Integer(transition.refunds_attempt().into()),
-                Given::Integer(delay),
-                Given::Text(transition.error().unwrap_or_default().to_owned()),
-            ];
-            (settlement.fence, given)
-        }));
-        (sql, values)
+    fn given_of(&self, settlement: &Settlement) -> [Given; 4] {
+        let transition = &settlement.transition;
+        let status = transition.arrow().to().map_or("", |status| self.table.roles.status_text(status));
+        let delay =
+            transition.delay().map_or(-1, |delay| i64::try_from(delay.as_millis()).unwrap_or(i64::MAX));
+        [
+            Given::Text(status.to_owned()),
+            Given::Integer(transition.refunds_attempt().into()),
+            Given::Integer(delay),
+            Given::Text(transition.error().unwrap_or_default().to_owned()),
+        ]
     }
+}
 
-    /// Runs a fenced statement and says which fences it missed.
-    pub(super) async fn write(
-        &self,
-        what: &'static str,
-        sql: String,
-        values: Vec<Value>,
-        given: &[Fence],
-    ) -> Result<Vec<Fence>, StoreError> {
-        let returned = self.run(what, sql, values).await?;
-        let returned: Vec<Fence> = returned.iter().map(Fence::read).collect::<Result<_, _>>()?;
-        Ok(self.dialect.lost(given, returned))
+const GIVEN: [(&str, Column); 4] = [
+    ("status", Column::Text),
+    ("refund", Column::Integer),
+    ("delay_ms", Column::Integer),
+    ("error", Column::Text),
+];
+
+fn settling(table: &Table, guard: Guard) -> Write<'static> {
+    let Table {
+        dialect, status, version, attempts, available_at, claimed_by, lease_until, last_error, ..
+    } = table;
+    let Table { sent, failed, .. } = table;
+    let clock = dialect.clock();
+    // A text is of no collation of its own on MySQL, nor of an enum on PostgreSQL.
+    let error = match dialect {
+        Dialect::MySql => "g.error COLLATE utf8mb4_bin",
+        _ => "g.error",
+    };
+    let mut set = vec![
+        (version.clone(), format!("o.{version} + 1")),
+        (status.clone(), status_literal(table, "g.status")),
+        (
+            attempts.clone(),
+            format!("CASE WHEN o.{attempts} > g.refund THEN o.{attempts} - g.refund ELSE 0 END"),
+        ),
+        (
+            available_at.clone(),
+            format!(
+                "CASE
+                    WHEN g.status IN ({sent}, {failed}) THEN NULL
+                    WHEN g.delay_ms >= 0 THEN {later}
+                    ELSE o.{available_at} END",
+                later = dialect.clock_plus_ms("g.delay_ms"),
+            ),
+        ),
+        (claimed_by.clone(), "NULL".to_owned()),
+        (lease_until.clone(), "NULL".to_owned()),
+        (last_error.clone(), format!("CASE WHEN g.error = '' THEN o.{last_error} ELSE {error} END")),
+    ];
+    for (role, finished) in [(&table.roles.sent_at, sent), (&table.roles.failed_at, failed)] {
+        if let Some(column) = table.optional(role) {
+            set.push((column, format!("CASE WHEN g.status = {finished} THEN {clock} END")));
+        }
+    }
+    // A sweep must not wait for the owner.
+    let by_somebody_else = guard == Guard::VersionAndLeaseOver;
+    Write {
+        what: "settle",
+        verb: Verb::Update { set, raises_version: true },
+        guard: by_somebody_else.then(|| format!("o.{lease_until} < {}", dialect.now())),
+        skip_locked: by_somebody_else,
+        given: &GIVEN,
     }
 }

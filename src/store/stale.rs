@@ -1,8 +1,8 @@
 //! Sweep: find claims whose lease is over.
 
-use sea_orm::Value;
-
-use super::{Fence, Settlement, Store, StoreError, claim::suspect, dialect::Dialect};
+use super::{
+    Fence, Position, Settlement, Store, StoreError, claim::suspect, fenced::output_id, table::Table,
+};
 use crate::lifecycle::{RetryPolicy, sweep};
 
 /// A claim whose lease was over when it was read. Its owner may still renew it, or settle it.
@@ -23,13 +23,6 @@ impl Stale {
     pub fn settle(self, policy: &RetryPolicy) -> Settlement {
         Settlement::new(self.fence, sweep(self.attempts, &self.claimed_by, policy))
     }
-}
-
-/// A place in the due index.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Position {
-    available_at: Value,
-    id: i64,
 }
 
 /// What one step of a sweep read.
@@ -55,63 +48,61 @@ impl Store {
     /// # Errors
     /// When the database does not carry it out.
     pub async fn stale(&self, after: Option<&Position>, limit: u64) -> Result<Sweepable, StoreError> {
-        let now = self.dialect.now();
-        let (from, values) = match after {
-            None => (String::new(), vec![]),
-            Some(position) => (
-                "AND (available_at, id) > ($2, $3)".to_owned(),
-                vec![position.available_at.clone(), position.id.into()],
-            ),
-        };
+        let table = &*self.table;
+        let Table { dialect, name, id, status, version, attempts, available_at, claimed_by, .. } = table;
+        let Table { lease_until, last_error, pending, processing, .. } = table;
+        let (from, position) = Position::after(after, table, 2);
         let sql = format!(
             "\
-            SELECT id, version, attempts, claimed_by, stale, suspect, size, available_at
+            SELECT {output_id}, {version_read}, {attempts_read}, {claimed_by}, {stale}, {suspect}, {size}, {available_at}
             FROM (
-                SELECT id, version, attempts, claimed_by, available_at,
-                    CASE WHEN status = 'PROCESSING' AND lease_until < {now} THEN 1 ELSE 0 END AS stale,
-                    CASE WHEN status = 'PENDING' AND {suspect} THEN 1 ELSE 0 END AS suspect,
+                SELECT {id}, {version}, {attempts}, {claimed_by}, {available_at},
+                    CASE WHEN {status} = {processing} AND {lease_until} < {now} THEN 1 ELSE 0 END AS stale,
+                    CASE WHEN {status} = {pending} AND {is_suspect} THEN 1 ELSE 0 END AS suspect,
                     COUNT(*) OVER () AS size,
-                    CASE WHEN LEAD(id) OVER (ORDER BY available_at, id) IS NULL THEN 1 ELSE 0 END AS last
+                    CASE WHEN LEAD({id}) OVER (ORDER BY {available_at}, {id}) IS NULL THEN 1 ELSE 0 END AS last
                 FROM (
-                    SELECT id, version, attempts, claimed_by, available_at, status, lease_until, last_error
-                    FROM outbox_message
-                    WHERE available_at <= {now} {from}
-                    ORDER BY available_at, id
+                    SELECT {id}, {version}, {attempts}, {claimed_by}, {available_at}, {status}, {lease_until},
+                        {last_error}
+                    FROM {name}
+                    WHERE {available_at} <= {now}{from}
+                    ORDER BY {available_at}, {id}
                     LIMIT $1
                 ) AS entries
-            ) AS judged
+            ) AS o
             WHERE stale = 1 OR suspect = 1 OR last = 1
-            ORDER BY available_at, id",
-            suspect = suspect(),
+            ORDER BY {available_at}, {id}",
+            now = dialect.now(),
+            is_suspect = suspect(table, ""),
+            output_id = output_id(table),
+            version_read = dialect.integer(version),
+            attempts_read = dialect.integer(attempts),
+            stale = dialect.integer("stale"),
+            suspect = dialect.integer("suspect"),
+            size = dialect.integer("size"),
         );
         let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-        let values = std::iter::once(limit.into()).chain(values).collect();
+        let values = std::iter::once(limit.into()).chain(position).collect();
         let rows = self.run("look for stale claims", sql, values).await?;
 
         let mut sweepable = Sweepable::default();
         for row in &rows {
-            let fence = Fence::read(row)?;
-            if row.try_get_by_index::<i32>(4)? == 1 {
-                let attempts: i32 = row.try_get_by_index(2)?;
+            let fence = Fence::read(row, table)?;
+            if row.try_get_by_index::<i64>(4)? == 1 {
+                let attempts: Option<i64> = row.try_get_by_index(2)?;
                 sweepable.stale.push(Stale {
                     fence,
-                    attempts: u32::try_from(attempts).unwrap_or(0),
-                    claimed_by: row.try_get_by_index(3)?,
+                    // What is no number of attempts has spent them.
+                    attempts: attempts.and_then(|attempts| u32::try_from(attempts).ok()).unwrap_or(u32::MAX),
+                    claimed_by: row.try_get_by_index::<Option<String>>(3)?.unwrap_or_default(),
                 });
             }
-            if row.try_get_by_index::<i32>(5)? == 1 {
+            if row.try_get_by_index::<i64>(5)? == 1 {
                 sweepable.suspects.push(fence);
             }
-            sweepable.next = None;
-            if row.try_get_by_index::<i64>(6)? >= limit {
-                // The last row of a full step comes last: read on after it.
-                let available_at = match self.dialect {
-                    Dialect::Postgres => row.try_get_by_index::<sea_orm::prelude::DateTimeUtc>(7)?.into(),
-                    // As a text: a parsed time might be written with fewer digits and compare otherwise.
-                    Dialect::Sqlite => row.try_get_by_index::<String>(7)?.into(),
-                };
-                sweepable.next = Some(Position { available_at, id: fence.id });
-            }
+            // The last row of a full step comes last: read on after it.
+            let full = row.try_get_by_index::<i64>(6)? >= limit;
+            sweepable.next = if full { Some(Position::read(row, 7, 0, table)?) } else { None };
         }
         Ok(sweepable)
     }
