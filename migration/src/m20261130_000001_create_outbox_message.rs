@@ -17,10 +17,11 @@ impl MigrationTrait for Migration {
             DbBackend::Postgres => {
                 include_str!("m20261130_000001_create_outbox_message/postgres.sql")
             }
+            DbBackend::MySql => include_str!("m20261130_000001_create_outbox_message/mysql.sql"),
             DbBackend::Sqlite => include_str!("m20261130_000001_create_outbox_message/sqlite.sql"),
             other => {
                 return Err(DbErr::Custom(format!(
-                    "the outbox has no table for {other:?} yet: use PostgreSQL or SQLite"
+                    "the outbox has no table for {other:?}: use PostgreSQL, MySQL, MariaDB or SQLite"
                 )));
             }
         };
@@ -29,7 +30,12 @@ impl MigrationTrait for Migration {
     }
 
     async fn down(&self, manager: &SchemaManager) -> Result<(), DbErr> {
-        manager.get_connection().execute_unprepared("DROP TABLE outbox_message").await?;
+        let sql = match manager.get_database_backend() {
+            // Commits by itself, before the history is written: it may have been done already.
+            DbBackend::MySql => "DROP TABLE IF EXISTS outbox_message",
+            _ => "DROP TABLE outbox_message",
+        };
+        manager.get_connection().execute_unprepared(sql).await?;
         Ok(())
     }
 }

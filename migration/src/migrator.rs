@@ -4,16 +4,21 @@ use sea_orm_migration::{
     async_trait,
     prelude::*,
     sea_orm::{
-        DatabaseTransaction, DbBackend, IntoDatabaseExecutor, SqliteTransactionMode, TransactionOptions,
-        TransactionTrait,
+        DatabaseExecutor, DatabaseTransaction, DbBackend, IntoDatabaseExecutor, SqliteTransactionMode,
+        Statement, TransactionOptions, TransactionTrait,
     },
 };
 
 /// Runs the migrations of the outbox with a history table of its own, `outbox_migrations`.
 ///
 /// `up`, `down`, `reset`, `refresh` take a lock first: other processes that migrate at the same time
-/// wait (at most a minute on PostgreSQL, for the pool's busy timeout on SQLite) and then find the work done. On PostgreSQL and SQLite everything one
-/// call does happens in one transaction: it is done whole or not at all.
+/// wait (at most a minute on PostgreSQL, MySQL and MariaDB, for the pool's busy timeout on SQLite) and
+/// then find the work done. Let a call end: dropped midway on MySQL or MariaDB, it leaves the lock to
+/// the pooled connection until that is closed.
+///
+/// On PostgreSQL and SQLite everything one call does happens in one transaction: it is done whole or
+/// not at all. MySQL and MariaDB commit each change of a table by itself, and with it whatever the
+/// transaction of the caller has done until then; a call that was cut off is made good by the next one.
 ///
 /// `fresh` is SeaORM's own: it drops **every** table of the database, the application's included.
 #[derive(Clone, Copy, Debug)]
@@ -33,36 +38,36 @@ impl MigratorTrait for Migrator {
     where
         C: IntoSchemaManagerConnection<'c>,
     {
-        let txn = lock(db).await?;
-        Unlocked::up(&txn, steps).await?;
-        txn.commit().await
+        let session = Session::lock(db).await?;
+        let outcome = Unlocked::up(session.transaction(), steps).await;
+        session.end(outcome).await
     }
 
     async fn down<'c, C>(db: C, steps: Option<u32>) -> Result<(), DbErr>
     where
         C: IntoSchemaManagerConnection<'c>,
     {
-        let txn = lock(db).await?;
-        Unlocked::down(&txn, steps).await?;
-        txn.commit().await
+        let session = Session::lock(db).await?;
+        let outcome = Unlocked::down(session.transaction(), steps).await;
+        session.end(outcome).await
     }
 
     async fn reset<'c, C>(db: C) -> Result<(), DbErr>
     where
         C: IntoSchemaManagerConnection<'c>,
     {
-        let txn = lock(db).await?;
-        Unlocked::reset(&txn).await?;
-        txn.commit().await
+        let session = Session::lock(db).await?;
+        let outcome = Unlocked::reset(session.transaction()).await;
+        session.end(outcome).await
     }
 
     async fn refresh<'c, C>(db: C) -> Result<(), DbErr>
     where
         C: IntoSchemaManagerConnection<'c>,
     {
-        let txn = lock(db).await?;
-        Unlocked::refresh(&txn).await?;
-        txn.commit().await
+        let session = Session::lock(db).await?;
+        let outcome = Unlocked::refresh(session.transaction()).await;
+        session.end(outcome).await
     }
 }
 
@@ -80,22 +85,81 @@ impl MigratorTrait for Unlocked {
 }
 
 /// A transaction that no other migrator of the outbox can be in at the same time.
-async fn lock<'c, C>(db: C) -> Result<DatabaseTransaction, DbErr>
-where
-    C: IntoDatabaseExecutor<'c>,
-{
-    let txn = db
-        .into_database_executor()
-        .begin_with_options(TransactionOptions {
-            // SQLite: the one writer from the start, so that a second migrator waits for its turn.
-            sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
-            ..Default::default()
-        })
-        .await?;
-    if txn.get_database_backend() == DbBackend::Postgres {
-        txn.execute_unprepared("SET LOCAL lock_timeout = '60s'").await?;
-        // An arbitrary number, the same in every process: "outbox" in ASCII.
-        txn.execute_unprepared("SELECT pg_advisory_xact_lock(x'6f7574626f78'::bigint)").await?;
+enum Session<'c> {
+    Own(DatabaseTransaction),
+    Callers(&'c DatabaseTransaction),
+}
+
+impl<'c> Session<'c> {
+    async fn lock<C>(db: C) -> Result<Self, DbErr>
+    where
+        C: IntoDatabaseExecutor<'c>,
+    {
+        let executor = db.into_database_executor();
+        let backend = executor.get_database_backend();
+        let session = match executor {
+            // A savepoint in the caller's transaction would not outlive the first table.
+            DatabaseExecutor::Transaction(txn) if backend == DbBackend::MySql => Self::Callers(txn),
+            DatabaseExecutor::OwnedTransaction(txn) if backend == DbBackend::MySql => Self::Own(txn),
+            executor => {
+                let options = TransactionOptions {
+                    // SQLite: the one writer from the start, so that a second migrator waits for its turn.
+                    sqlite_transaction_mode: Some(SqliteTransactionMode::Immediate),
+                    ..Default::default()
+                };
+                Self::Own(executor.begin_with_options(options).await?)
+            }
+        };
+        let txn = session.transaction();
+        match backend {
+            DbBackend::Postgres => {
+                txn.execute_unprepared("SET LOCAL lock_timeout = '60s'").await?;
+                // An arbitrary number, the same in every process: "outbox" in ASCII.
+                txn.execute_unprepared("SELECT pg_advisory_xact_lock(x'6f7574626f78'::bigint)").await?;
+            }
+            // There the transaction only keeps hold of one connection: it ends with the first table. The
+            // lock belongs to the connection.
+            DbBackend::MySql if named_lock(txn, "GET_LOCK", ", 60").await? != Some(1) => {
+                return Err(DbErr::Custom(
+                    "another process has been migrating the outbox for 60 seconds: waited no longer"
+                        .to_owned(),
+                ));
+            }
+            _ => {}
+        }
+        Ok(session)
     }
-    Ok(txn)
+
+    fn transaction(&self) -> &DatabaseTransaction {
+        match self {
+            Self::Own(txn) => txn,
+            Self::Callers(txn) => txn,
+        }
+    }
+
+    /// Lets the next one in, also after a failure, which then is the outcome.
+    async fn end(self, outcome: Result<(), DbErr>) -> Result<(), DbErr> {
+        let txn = self.transaction();
+        let released = match txn.get_database_backend() {
+            DbBackend::MySql => named_lock(txn, "RELEASE_LOCK", "").await.map(|_| ()),
+            _ => Ok(()),
+        };
+        outcome?;
+        released?;
+        match self {
+            Self::Own(txn) => txn.commit().await,
+            Self::Callers(_) => Ok(()),
+        }
+    }
+}
+
+/// Calls a function of MySQL and MariaDB on the lock of this database: names are the server's, and at
+/// most 64 characters long.
+async fn named_lock(txn: &DatabaseTransaction, function: &str, more: &str) -> Result<Option<i64>, DbErr> {
+    let name = "CONCAT('outbox_migrations.', LEFT(SHA2(DATABASE(), 256), 32))";
+    let sql = format!("SELECT {function}({name}{more})");
+    match txn.query_one_raw(Statement::from_string(DbBackend::MySql, sql)).await? {
+        Some(row) => row.try_get_by_index(0),
+        None => Ok(None),
+    }
 }
