@@ -4,17 +4,19 @@ use sea_orm_migration::{
     async_trait,
     prelude::*,
     sea_orm::{
-        DatabaseExecutor, DatabaseTransaction, DbBackend, IntoDatabaseExecutor, SqliteTransactionMode,
-        Statement, TransactionOptions, TransactionTrait,
+        DatabaseConnection, DatabaseExecutor, DatabaseTransaction, DbBackend, IntoDatabaseExecutor,
+        SqliteTransactionMode, Statement, TransactionOptions, TransactionTrait,
     },
 };
+
+#[cfg(feature = "mysql")]
+use sea_orm_migration::sea_orm::{DatabaseConnectionType, SqlxMySqlConnector};
 
 /// Runs the migrations of the outbox with a history table of its own, `outbox_migrations`.
 ///
 /// `up`, `down`, `reset`, `refresh` take a lock first: other processes that migrate at the same time
 /// wait (at most a minute on PostgreSQL, MySQL and MariaDB, for the pool's busy timeout on SQLite) and
-/// then find the work done. Let a call end: dropped midway on MySQL or MariaDB, it leaves the lock to
-/// the pooled connection until that is closed.
+/// then find the work done. On MySQL and MariaDB a call opens one connection besides those of the pool.
 ///
 /// On PostgreSQL and SQLite everything one call does happens in one transaction: it is done whole or
 /// not at all. MySQL and MariaDB commit each change of a table by itself, and with it whatever the
@@ -87,6 +89,8 @@ impl MigratorTrait for Unlocked {
 /// A transaction that no other migrator of the outbox can be in at the same time.
 enum Session<'c> {
     Own(DatabaseTransaction),
+    /// On a connection of its own, too.
+    Apart(DatabaseTransaction, DatabaseConnection),
     Callers(&'c DatabaseTransaction),
 }
 
@@ -97,8 +101,14 @@ impl<'c> Session<'c> {
     {
         let executor = db.into_database_executor();
         let backend = executor.get_database_backend();
+        // On MySQL and MariaDB the lock belongs to the connection. The transaction only keeps hold of
+        // that: it ends with the first table.
         let session = match executor {
-            // A savepoint in the caller's transaction would not outlive the first table.
+            DatabaseExecutor::Connection(db) if backend == DbBackend::MySql => {
+                let apart = apart(db);
+                Self::Apart(apart.begin().await?, apart)
+            }
+            // A savepoint in it would not outlive the first table.
             DatabaseExecutor::Transaction(txn) if backend == DbBackend::MySql => Self::Callers(txn),
             DatabaseExecutor::OwnedTransaction(txn) if backend == DbBackend::MySql => Self::Own(txn),
             executor => {
@@ -117,8 +127,6 @@ impl<'c> Session<'c> {
                 // An arbitrary number, the same in every process: "outbox" in ASCII.
                 txn.execute_unprepared("SELECT pg_advisory_xact_lock(x'6f7574626f78'::bigint)").await?;
             }
-            // There the transaction only keeps hold of one connection: it ends with the first table. The
-            // lock belongs to the connection.
             DbBackend::MySql if named_lock(txn, "GET_LOCK", ", 60").await? != Some(1) => {
                 return Err(DbErr::Custom(
                     "another process has been migrating the outbox for 60 seconds: waited no longer"
@@ -132,7 +140,7 @@ impl<'c> Session<'c> {
 
     fn transaction(&self) -> &DatabaseTransaction {
         match self {
-            Self::Own(txn) => txn,
+            Self::Own(txn) | Self::Apart(txn, _) => txn,
             Self::Callers(txn) => txn,
         }
     }
@@ -144,13 +152,40 @@ impl<'c> Session<'c> {
             DbBackend::MySql => named_lock(txn, "RELEASE_LOCK", "").await.map(|_| ()),
             _ => Ok(()),
         };
-        outcome?;
-        released?;
+        let outcome = outcome.and(released);
         match self {
-            Self::Own(txn) => txn.commit().await,
-            Self::Callers(_) => Ok(()),
+            Self::Own(txn) => {
+                outcome?;
+                txn.commit().await
+            }
+            Self::Apart(txn, db) => {
+                let outcome = match outcome {
+                    Ok(()) => txn.commit().await,
+                    Err(error) => {
+                        drop(txn);
+                        Err(error)
+                    }
+                };
+                // It was for this call alone: whether it takes leave of the server changes nothing.
+                let _ = db.close().await;
+                outcome
+            }
+            Self::Callers(_) => outcome,
         }
     }
+}
+
+/// A connection like those of the pool, but outside it: when a call is dropped midway, the lock goes
+/// with the connection. One of the pool would keep it.
+fn apart(db: &DatabaseConnection) -> DatabaseConnection {
+    #[cfg(feature = "mysql")]
+    if let DatabaseConnectionType::SqlxMySqlPoolConnection(_) = &db.inner {
+        let pool = db.get_mysql_connection_pool();
+        let options = pool.options().clone().min_connections(0).max_connections(1);
+        let pool = options.connect_lazy_with((*pool.connect_options()).clone());
+        return SqlxMySqlConnector::from_sqlx_mysql_pool(pool);
+    }
+    db.clone() // a mock
 }
 
 /// Calls a function of MySQL and MariaDB on the lock of this database: names are the server's, and at
