@@ -109,7 +109,8 @@ async fn due_order(database: TestDatabase) {
     // The times of the first and the last three change places.
     for (ids, minutes) in [("id <= 3", 1), ("id >= 8", 3)] {
         let earlier = match database.kind {
-            Kind::Postgres => format!("available_at - interval '{minutes} minutes'"),
+            Kind::Postgres | Kind::OldestPostgres => format!("available_at - interval '{minutes} minutes'"),
+            Kind::MySql | Kind::MariaDb => format!("available_at - INTERVAL {minutes} MINUTE"),
             Kind::Sqlite => {
                 format!("strftime('%Y-%m-%dT%H:%M:%f+00:00', available_at, '-{minutes} minutes')")
             }

@@ -1,9 +1,11 @@
 //! The migrations run up, down and up again, twice, and from several processes at once.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use libtest_mimic::Trial;
-use sea_orm::{ConnectionTrait, DatabaseConnection, EntityTrait, PaginatorTrait};
+use sea_orm::{
+    ConnectionTrait, DatabaseConnection, DbBackend, EntityTrait, PaginatorTrait, TransactionTrait,
+};
 use sea_orm_outbox::{
     NewMessage, Outbox,
     entity::outbox_message::Entity,
@@ -13,22 +15,43 @@ use sea_orm_outbox::{
 use tokio::{sync::Barrier, task::JoinSet};
 
 use crate::support::{
-    Kind, TestDatabase, on_each_database,
-    rows::{LEASE, claim, enqueue, rows, store},
+    Kind, TestDatabase, on_database, on_each_contract_database,
+    rows::{LEASE, claim, rows, store},
+    within,
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
-    let mut tests = on_each_database("migration::up_down_and_up_again_works", up_down_up);
-    tests.extend(on_each_database("migration::up_twice_changes_nothing", twice));
-    tests.extend(on_each_database("migration::an_application_appends_the_list_to_its_own", appended));
-    tests.extend(on_each_database("migration::three_processes_at_once_work", at_once));
-    tests.extend(on_each_database("migration::hand_written_rows_get_defaults_that_work", hand_written));
-    tests.extend(on_each_database("migration::rows_that_no_relay_could_handle_are_refused", refused));
+    let mut tests = on_each_contract_database("migration::up_down_and_up_again_works", up_down_up);
+    tests.extend(on_each_contract_database("migration::up_twice_changes_nothing", twice));
+    tests
+        .extend(on_each_contract_database("migration::an_application_appends_the_list_to_its_own", appended));
+    tests.extend(on_each_contract_database("migration::three_processes_at_once_work", at_once));
+    tests.extend(on_each_contract_database("migration::a_failure_lets_the_next_one_in", failed));
+    tests.extend(on_each_contract_database(
+        "migration::they_run_in_a_transaction_of_the_caller",
+        in_transaction,
+    ));
+    for kind in [Kind::MySql, Kind::MariaDb] {
+        tests.push(on_database(kind, "migration::one_that_was_cut_off_runs_again", cut_off));
+    }
+    tests.extend(on_each_contract_database(
+        "migration::hand_written_rows_get_defaults_that_work",
+        hand_written,
+    ));
+    tests
+        .extend(on_each_contract_database("migration::rows_that_no_relay_could_handle_are_refused", refused));
     tests
 }
 
 async fn has_table(db: &DatabaseConnection) -> bool {
     Entity::find().count(db).await.is_ok()
+}
+
+/// Writes a row by hand, as an application in another language would.
+async fn insert(database: &TestDatabase) {
+    let payload = if database.kind.backend() == DbBackend::Postgres { r"'\x7b7d'" } else { "x'7b7d'" };
+    let insert = format!("INSERT INTO outbox_message (topic, payload) VALUES ('t', {payload})");
+    database.db.execute_unprepared(&insert).await.unwrap();
 }
 
 async fn up_down_up(database: TestDatabase) {
@@ -37,14 +60,14 @@ async fn up_down_up(database: TestDatabase) {
     Migrator::down(db, None).await.unwrap();
     assert!(!has_table(db).await);
     Migrator::up(db, None).await.unwrap();
-    enqueue(db, "t", 1).await;
+    insert(&database).await;
     Migrator::refresh(db).await.unwrap();
     assert_eq!(rows(db).await.len(), 0, "a refresh makes the table anew");
 }
 
 async fn twice(database: TestDatabase) {
     let db = &database.db;
-    enqueue(db, "t", 1).await;
+    insert(&database).await;
     Migrator::up(db, None).await.unwrap();
     assert_eq!(rows(db).await.len(), 1);
     assert_eq!(Migrator::get_pending_migrations(db).await.unwrap().len(), 0);
@@ -75,6 +98,42 @@ async fn at_once(database: TestDatabase) {
     }
 }
 
+async fn failed(database: TestDatabase) {
+    let (db, other) = (&database.db, database.connect_again().await);
+    let unknown = "INSERT INTO outbox_migrations (version, applied_at) VALUES ('unknown', 0)";
+    db.execute_unprepared(unknown).await.unwrap();
+    for db in [db, &other, db] {
+        let failed = within(Duration::from_secs(10), "the failure", Migrator::up(db, None)).await;
+        assert!(failed.unwrap_err().to_string().contains("unknown"));
+    }
+    db.execute_unprepared("DELETE FROM outbox_migrations WHERE version = 'unknown'").await.unwrap();
+    within(Duration::from_secs(10), "the next one", Migrator::up(&other, None)).await.unwrap();
+}
+
+async fn in_transaction(database: TestDatabase) {
+    let (db, other) = (&database.db, database.connect_again().await);
+    insert(&database).await;
+    let txn = db.begin().await.unwrap();
+    Migrator::down(&txn, None).await.unwrap();
+    Migrator::up(&txn, None).await.unwrap();
+    txn.commit().await.unwrap();
+    assert_eq!(rows(db).await.len(), 0, "the table is a new one");
+    within(Duration::from_secs(10), "the next one", Migrator::up(&other, None)).await.unwrap();
+}
+
+/// Where a table commits by itself, its row in the history can be missing, or be there without it.
+async fn cut_off(database: TestDatabase) {
+    let db = &database.db;
+    insert(&database).await;
+    db.execute_unprepared("DELETE FROM outbox_migrations").await.unwrap();
+    Migrator::up(db, None).await.unwrap();
+    assert_eq!(rows(db).await.len(), 1, "the table is the same");
+    db.execute_unprepared("DROP TABLE outbox_message").await.unwrap();
+    Migrator::down(db, None).await.unwrap();
+    Migrator::up(db, None).await.unwrap();
+    assert!(has_table(db).await);
+}
+
 async fn appended(database: TestDatabase) {
     struct Application;
     impl MigratorTrait for Application {
@@ -85,16 +144,14 @@ async fn appended(database: TestDatabase) {
     let db = &database.db;
     Migrator::down(db, None).await.unwrap();
     Application::up(db, None).await.unwrap();
-    enqueue(db, "t", 1).await;
+    insert(&database).await;
     Application::down(db, None).await.unwrap();
     assert!(!has_table(db).await);
 }
 
 async fn hand_written(database: TestDatabase) {
     let db = &database.db;
-    let payload = if database.kind == Kind::Postgres { r"'\x7b7d'" } else { "x'7b7d'" };
-    let insert = format!("INSERT INTO outbox_message (topic, payload) VALUES ('t', {payload})");
-    db.execute_unprepared(&insert).await.unwrap();
+    insert(&database).await;
     Outbox::new().enqueue(db, NewMessage::bytes("t", "application/json", "{}")).await.unwrap();
     let rows = rows(db).await;
     let (by_hand, by_library) = (&rows[0], &rows[1]);
@@ -115,9 +172,11 @@ async fn hand_written(database: TestDatabase) {
 
 async fn refused(database: TestDatabase) {
     let db = &database.db;
-    enqueue(db, "t", 1).await;
+    insert(&database).await;
     for change in [
         "status = 'LOST'",
+        "status = 'PENDING '",
+        "status = 'pending'",
         "version = -1",
         "attempts = -1",
         "requeues = -1",

@@ -497,7 +497,12 @@ async fn unwritable(database: TestDatabase) {
             "CREATE TRIGGER refuse BEFORE UPDATE ON outbox_message
              WHEN NEW.status = 'SENT' AND NEW.id = 7 BEGIN SELECT RAISE(ABORT, 'refused'); END"
         }
-        Kind::Postgres => {
+        Kind::MySql | Kind::MariaDb => {
+            "CREATE TRIGGER refuse BEFORE UPDATE ON outbox_message FOR EACH ROW
+             IF NEW.status = 'SENT' AND NEW.id = 7
+             THEN SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = 'refused'; END IF"
+        }
+        Kind::Postgres | Kind::OldestPostgres => {
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
                RAISE EXCEPTION 'refused' USING ERRCODE = 'check_violation'; END $$;
              CREATE TRIGGER refuse BEFORE UPDATE ON outbox_message FOR EACH ROW

@@ -9,7 +9,7 @@ use std::{
 };
 
 use sea_orm::{
-    ConnectOptions, ConnectionTrait, Database, DatabaseConnection,
+    ConnectOptions, ConnectionTrait, Database, DatabaseConnection, DbBackend, Statement,
     sqlx::sqlite::{SqliteJournalMode, SqliteSynchronous},
 };
 use sea_orm_outbox::migration::{Migrator, MigratorTrait};
@@ -20,10 +20,27 @@ use super::servers;
 pub(crate) enum Kind {
     Sqlite,
     Postgres,
+    OldestPostgres,
+    MySql,
+    MariaDb,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Kind; 2] = [Kind::Sqlite, Kind::Postgres];
+    /// One of each.
+    pub(crate) const ALL: [Kind; 4] = [Kind::Sqlite, Kind::Postgres, Kind::MySql, Kind::MariaDb];
+
+    /// All that the promises are proved on.
+    pub(crate) const CONTRACT: [Kind; 5] =
+        [Kind::Sqlite, Kind::Postgres, Kind::OldestPostgres, Kind::MySql, Kind::MariaDb];
+
+    /// How it differs from the others in SQL.
+    pub(crate) fn backend(self) -> DbBackend {
+        match self {
+            Kind::Sqlite => DbBackend::Sqlite,
+            Kind::Postgres | Kind::OldestPostgres => DbBackend::Postgres,
+            Kind::MySql | Kind::MariaDb => DbBackend::MySql,
+        }
+    }
 }
 
 impl fmt::Display for Kind {
@@ -31,6 +48,9 @@ impl fmt::Display for Kind {
         f.write_str(match self {
             Kind::Sqlite => "sqlite",
             Kind::Postgres => "postgres",
+            Kind::OldestPostgres => "postgres15",
+            Kind::MySql => "mysql",
+            Kind::MariaDb => "mariadb",
         })
     }
 }
@@ -60,17 +80,10 @@ impl TestDatabase {
                 let path = std::env::temp_dir().join(format!("{name}.sqlite"));
                 (format!("sqlite://{}?mode=rwc", path.display()), Cleanup::Files(path))
             }
-            Kind::Postgres => {
-                let server = servers::postgres_url();
-                let admin = Database::connect(&server).await.expect("PostgreSQL answers");
-                admin
-                    .execute_unprepared(&format!("CREATE DATABASE {name}"))
-                    .await
-                    .expect("a database is created");
-                admin.close().await.expect("the connection closes");
-                let base = server.rsplit_once('/').expect("the URL names a database").0;
-                (format!("{base}/{name}"), Cleanup::PostgresDatabase { server: server.clone(), name })
-            }
+            Kind::Postgres => on_server(servers::postgres_url(), name).await,
+            Kind::OldestPostgres => on_server(servers::oldest_postgres_url(), name).await,
+            Kind::MySql => on_server(servers::mysql_url(), name).await,
+            Kind::MariaDb => on_server(servers::mariadb_url(), name).await,
         };
         let db = connect(&url).await;
         Self { kind, url, db, cleanup }
@@ -84,6 +97,18 @@ impl TestDatabase {
     pub(crate) fn cleanup(&self) -> Cleanup {
         self.cleanup.clone()
     }
+}
+
+async fn on_server(server: String, name: String) -> (String, Cleanup) {
+    let admin = Database::connect(&server).await.expect("the server answers");
+    let create = match admin.get_database_backend() {
+        DbBackend::MySql => format!("CREATE DATABASE {name} CHARACTER SET utf8mb4"),
+        _ => format!("CREATE DATABASE {name}"),
+    };
+    admin.execute_unprepared(&create).await.expect("a database is created");
+    admin.close().await.expect("the connection closes");
+    let base = server.rsplit_once('/').expect("the URL names a database").0;
+    (format!("{base}/{name}"), Cleanup::Database { server, name })
 }
 
 /// A pool as an application would configure it.
@@ -107,7 +132,7 @@ pub(crate) async fn connect(url: &str) -> DatabaseConnection {
 #[derive(Clone)]
 pub(crate) enum Cleanup {
     Files(PathBuf),
-    PostgresDatabase { server: String, name: String },
+    Database { server: String, name: String },
 }
 
 impl Cleanup {
@@ -121,14 +146,29 @@ impl Cleanup {
                     let _ = std::fs::remove_file(file);
                 }
             }
-            Cleanup::PostgresDatabase { server, name } => super::runtime().block_on(async {
-                let admin = Database::connect(&server).await.expect("PostgreSQL answers");
-                admin
-                    .execute_unprepared(&format!("DROP DATABASE IF EXISTS {name} WITH (FORCE)"))
-                    .await
-                    .expect("the database is dropped");
+            Cleanup::Database { server, name } => super::runtime().block_on(async {
+                let admin = Database::connect(&server).await.expect("the server answers");
+                let drop = match admin.get_database_backend() {
+                    DbBackend::MySql => {
+                        end_connections(&admin, &name).await;
+                        format!("DROP DATABASE IF EXISTS {name}")
+                    }
+                    _ => format!("DROP DATABASE IF EXISTS {name} WITH (FORCE)"),
+                };
+                admin.execute_unprepared(&drop).await.expect("the database is dropped");
                 admin.close().await.expect("the connection closes");
             }),
         }
+    }
+}
+
+/// MySQL and MariaDB would have the drop wait until the last transaction is over.
+async fn end_connections(admin: &DatabaseConnection, name: &str) {
+    let list = format!("SELECT CONCAT('KILL ', id) FROM information_schema.processlist WHERE db = '{name}'");
+    let list = Statement::from_string(DbBackend::MySql, list);
+    for row in admin.query_all_raw(list).await.expect("the connections are listed") {
+        let kill: String = row.try_get_by_index(0).expect("a connection has a number");
+        // It may have ended by itself.
+        let _ = admin.execute_unprepared(&kill).await;
     }
 }

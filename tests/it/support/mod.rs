@@ -44,6 +44,15 @@ where
     Kind::ALL.iter().map(|kind| on_database(*kind, name, body)).collect()
 }
 
+/// The same for what proves the promises: also on the oldest version of PostgreSQL.
+pub(crate) fn on_each_contract_database<F, Fut>(name: &str, body: F) -> Vec<Trial>
+where
+    F: FnOnce(TestDatabase) -> Fut + Copy + Send + 'static,
+    Fut: Future<Output = ()>,
+{
+    Kind::CONTRACT.iter().map(|kind| on_database(*kind, name, body)).collect()
+}
+
 /// A test on one database only.
 pub(crate) fn on_database<F, Fut>(kind: Kind, name: &str, body: F) -> Trial
 where

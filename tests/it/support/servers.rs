@@ -1,6 +1,7 @@
 //! The real servers: one of each kind for the whole run, started when first needed.
 //!
-//! `TEST_POSTGRES_URL` and `TEST_NATS_URL` replace the containers by servers that exist already.
+//! `TEST_POSTGRES_URL`, `TEST_OLDEST_POSTGRES_URL`, `TEST_MYSQL_URL`, `TEST_MARIADB_URL` and
+//! `TEST_NATS_URL` replace the containers by servers that exist already.
 
 use std::{
     env,
@@ -8,15 +9,24 @@ use std::{
 };
 
 use testcontainers_modules::{
+    mariadb::Mariadb,
+    mysql::Mysql,
     nats::{Nats, NatsServerCmd},
     postgres::Postgres,
     testcontainers::{
-        ContainerAsync, ContainerRequest, Image, ImageExt, core::IntoContainerPort, runners::AsyncRunner,
+        ContainerAsync, ContainerRequest, Image, ImageExt,
+        core::{IntoContainerPort, Mount},
+        runners::AsyncRunner,
     },
 };
 use tokio::runtime::Runtime;
 
+// The same as in tests/images/provide.
 const POSTGRES_TAG: &str = "18";
+/// The oldest version that is supported.
+const OLDEST_POSTGRES_TAG: &str = "15";
+const MYSQL_TAG: &str = "9";
+const MARIADB_TAG: &str = "11.8";
 const NATS_TAG: &str = "2";
 
 /// What has to be removed when the run is over.
@@ -25,19 +35,53 @@ static STARTED: Mutex<Vec<Box<dyn FnOnce() + Send>>> = Mutex::new(Vec::new());
 /// The URL of a PostgreSQL server where databases may be created.
 pub(crate) fn postgres_url() -> String {
     static URL: OnceLock<String> = OnceLock::new();
+    URL.get_or_init(|| env::var("TEST_POSTGRES_URL").unwrap_or_else(|_| start_postgres(POSTGRES_TAG))).clone()
+}
+
+/// The same of the oldest version that is supported.
+pub(crate) fn oldest_postgres_url() -> String {
+    static URL: OnceLock<String> = OnceLock::new();
     URL.get_or_init(|| {
-        env::var("TEST_POSTGRES_URL").unwrap_or_else(|_| {
-            let image = Postgres::default().with_tag(POSTGRES_TAG).with_cmd([
-                "-c",
-                "fsync=off",
-                "-c",
-                "max_connections=300",
-            ]);
-            let (host, port) = start(image, 5432);
-            format!("postgres://postgres:postgres@{host}:{port}/postgres")
+        env::var("TEST_OLDEST_POSTGRES_URL").unwrap_or_else(|_| start_postgres(OLDEST_POSTGRES_TAG))
+    })
+    .clone()
+}
+
+/// The URL of a MySQL server where databases may be created.
+pub(crate) fn mysql_url() -> String {
+    static URL: OnceLock<String> = OnceLock::new();
+    URL.get_or_init(|| {
+        env::var("TEST_MYSQL_URL").unwrap_or_else(|_| {
+            let flags = ["--max-connections=400", "--skip-log-bin"];
+            start_mysql(Mysql::default().with_tag(MYSQL_TAG), &flags)
         })
     })
     .clone()
+}
+
+/// The URL of a MariaDB server where databases may be created.
+pub(crate) fn mariadb_url() -> String {
+    static URL: OnceLock<String> = OnceLock::new();
+    URL.get_or_init(|| {
+        env::var("TEST_MARIADB_URL").unwrap_or_else(|_| {
+            start_mysql(Mariadb::default().with_tag(MARIADB_TAG), &["--max-connections=400"])
+        })
+    })
+    .clone()
+}
+
+fn start_postgres(tag: &str) -> String {
+    let image = Postgres::default().with_tag(tag).with_cmd(["-c", "fsync=off", "-c", "max_connections=300"]);
+    let (host, port) = start(image, 5432);
+    format!("postgres://postgres:postgres@{host}:{port}/postgres")
+}
+
+/// No data of tests need survive the server: it is kept in memory and not synchronised.
+fn start_mysql<I: Image + 'static>(image: ContainerRequest<I>, flags: &[&str]) -> String {
+    let flags = flags.iter().chain(&["--innodb-flush-log-at-trx-commit=0", "--innodb-doublewrite=0"]);
+    let image = image.with_cmd(flags.copied()).with_mount(Mount::tmpfs_mount("/var/lib/mysql"));
+    let (host, port) = start(image, 3306);
+    format!("mysql://root@{host}:{port}/test")
 }
 
 /// The URL of a NATS server with JetStream.
@@ -105,7 +149,8 @@ pub(crate) fn stop() {
 }
 
 const NO_CONTAINER: &str = "no container could be started: `make images` provides the images, \
-     TEST_POSTGRES_URL and TEST_NATS_URL replace the containers";
+     TEST_POSTGRES_URL, TEST_OLDEST_POSTGRES_URL, TEST_MYSQL_URL, TEST_MARIADB_URL and TEST_NATS_URL \
+     replace the containers";
 
 fn start<I: Image + 'static>(request: ContainerRequest<I>, port: u16) -> (String, u16) {
     // A test may already be inside a runtime: start from a thread that is not.
