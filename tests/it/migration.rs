@@ -11,8 +11,7 @@ use sea_orm_outbox::{
     entity::outbox_message::Entity,
     migration::{MigrationTrait, Migrator, MigratorTrait, migrations},
 };
-
-use tokio::{sync::Barrier, task::JoinSet};
+use tokio::{sync::Barrier, task::JoinSet, time::timeout};
 
 use crate::support::{
     Kind, TestDatabase, on_database, on_each_contract_database,
@@ -27,6 +26,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         .extend(on_each_contract_database("migration::an_application_appends_the_list_to_its_own", appended));
     tests.extend(on_each_contract_database("migration::three_processes_at_once_work", at_once));
     tests.extend(on_each_contract_database("migration::a_failure_lets_the_next_one_in", failed));
+    tests.extend(on_each_contract_database("migration::one_that_is_dropped_lets_the_next_one_in", dropped));
     tests.extend(on_each_contract_database(
         "migration::they_run_in_a_transaction_of_the_caller",
         in_transaction,
@@ -108,6 +108,16 @@ async fn failed(database: TestDatabase) {
     }
     db.execute_unprepared("DELETE FROM outbox_migrations WHERE version = 'unknown'").await.unwrap();
     within(Duration::from_secs(10), "the next one", Migrator::up(&other, None)).await.unwrap();
+}
+
+async fn dropped(database: TestDatabase) {
+    let (db, other) = (&database.db, database.connect_again().await);
+    // Wherever it just is.
+    for millis in 0..40 {
+        let _ = timeout(Duration::from_millis(millis), Migrator::refresh(db)).await;
+    }
+    within(Duration::from_secs(10), "the next one", Migrator::up(&other, None)).await.unwrap();
+    assert!(has_table(&other).await);
 }
 
 async fn in_transaction(database: TestDatabase) {
