@@ -60,18 +60,22 @@ async fn insert_new<C: ConnectionTrait>(
     rows: &[EnqueuedRow],
     all: InsertStatement,
 ) -> Result<HashSet<MessageId>, DbErr> {
-    let conflicts = |result: Result<_, DbErr>| match result {
-        Ok(_) => Ok(false),
-        Err(error) if matches!(error.sql_err(), Some(SqlErr::UniqueConstraintViolation(_))) => Ok(true),
-        Err(error) => Err(error),
-    };
+    let is_conflict = |error: &DbErr| matches!(error.sql_err(), Some(SqlErr::UniqueConstraintViolation(_)));
+    match db.execute(&all).await {
+        Err(error) if is_conflict(&error) => {}
+        other => return other.map(|_| HashSet::new()),
+    }
     let mut existing = HashSet::new();
-    if conflicts(db.execute(&all).await)? {
-        for row in rows {
-            let insert = statement(roles, dialect, std::slice::from_ref(row))?;
-            if conflicts(db.execute(&insert).await)? {
-                existing.insert(row.message.id);
+    for row in rows {
+        let insert = statement(roles, dialect, std::slice::from_ref(row))?;
+        let id = HashSet::from([row.message.id]);
+        match db.execute(&insert).await {
+            Ok(_) => {}
+            // There may be other unique columns.
+            Err(error) if is_conflict(&error) && !stored(db, roles, dialect, &id).await?.is_empty() => {
+                existing.extend(id);
             }
+            Err(error) => return Err(error),
         }
     }
     Ok(existing)

@@ -6,6 +6,9 @@ use sea_orm::{QueryResult, Value};
 
 use super::{Fence, RowId, Store, StoreError, dialect::Dialect, table::Table};
 
+/// MySQL wants to know which of the tables to lock; MariaDB does not know the word, and takes it for a comment.
+pub(super) const FOR_UPDATE_OF_O: &str = "FOR UPDATE /*!80001 OF o */";
+
 /// What a batch does to the rows whose fence still matches.
 pub(super) struct Write<'a> {
     /// What it is, for errors.
@@ -86,7 +89,7 @@ impl Store {
             SELECT {id}, o.{version}
             FROM {given} STRAIGHT_JOIN {name} o ON o.{key} = {given_id}
             WHERE o.{version} = g.version{guard}
-            FOR UPDATE{skip_locked}",
+            {FOR_UPDATE_OF_O}{skip_locked}",
             id = output_id(table),
             key = table.id,
             version = table.version,

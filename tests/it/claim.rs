@@ -6,13 +6,13 @@ use libtest_mimic::Trial;
 use sea_orm::{ConnectionTrait, TransactionTrait};
 use sea_orm_outbox::{
     lifecycle::{Outcome, RetryPolicy},
-    store::{ClaimStrategy, Fence},
+    store::{ClaimStrategy, Fence, RowId, Unreadable},
 };
 use tokio::{sync::Barrier, task::JoinSet};
 
 use crate::support::{
     Kind, TestDatabase, on_database, on_each_database,
-    rows::{LEASE, claim, enqueue, let_delays_end, let_leases_end, row, rows, store},
+    rows::{LEASE, claim, enqueue, let_delays_end, let_leases_end, request, row, rows, store},
     within,
 };
 
@@ -38,7 +38,7 @@ async fn two_read_version_0(database: TestDatabase) {
     enqueue(db, "t", 1).await;
     let read_by_a = store.candidates(10).await.unwrap();
     let read_by_b = store.candidates(10).await.unwrap();
-    assert_eq!(read_by_a, [Fence { id: row(db).await.id, version: 0 }]);
+    assert_eq!(read_by_a, [Fence::from(&row(db).await)]);
     assert_eq!(read_by_a, read_by_b);
 
     let a = store.claim_candidates(&read_by_a, "a:1", LEASE).await.unwrap();
@@ -50,7 +50,7 @@ async fn two_read_version_0(database: TestDatabase) {
 
     // It goes on to other rows.
     enqueue(db, "t", 1).await;
-    let other = store.claim(ClaimStrategy::Optimistic, 10, "b:2", LEASE).await.unwrap();
+    let other = store.claim(&request(ClaimStrategy::Optimistic, 10, "b:2", LEASE)).await.unwrap();
     assert_eq!((other.claims.len(), other.lost_races), (1, 0));
     assert_ne!(other.claims[0].fence().id, a.claims[0].fence().id);
 }
@@ -70,7 +70,7 @@ async fn at_once(database: TestDatabase) {
                 barrier.wait().await;
                 let (mut won, name) = (Vec::new(), format!("worker-{worker}:1"));
                 loop {
-                    let claimed = store.claim(strategy, 20, &name, LEASE).await.unwrap();
+                    let claimed = store.claim(&request(strategy, 20, &name, LEASE)).await.unwrap();
                     if claimed.claims.is_empty() && !claimed.more {
                         return won;
                     }
@@ -78,8 +78,8 @@ async fn at_once(database: TestDatabase) {
                 }
             });
         }
-        let won: Vec<i64> = workers.join_all().await.concat();
-        let distinct: HashSet<i64> = won.iter().copied().collect();
+        let won: Vec<RowId> = workers.join_all().await.concat();
+        let distinct: HashSet<RowId> = won.iter().copied().collect();
         assert_eq!(distinct.len(), won.len(), "{strategy:?}: a row was won twice");
         assert_eq!(distinct.len(), ROWS, "{strategy:?}: a row was won by nobody");
         assert!(rows(&database.db).await.iter().all(|row| (row.version, row.attempts) == (1, 1)));
@@ -91,7 +91,7 @@ async fn in_order(database: TestDatabase) {
     enqueue(db, "t", 10).await;
     let policy = RetryPolicy::default();
     let first = claim(&store, 3, LEASE).await.claims;
-    let ids: Vec<i64> = first.iter().map(|claim| claim.fence().id).collect();
+    let ids: Vec<RowId> = first.iter().map(|claim| claim.fence().id).collect();
     assert_eq!(ids, [1, 2, 3]);
     // A retry falls behind those that wait already.
     let retried = first.into_iter().map(|c| c.settle(Outcome::Transient("x".into()), &policy, 0.0));
@@ -133,7 +133,8 @@ async fn unreadable(database: TestDatabase) {
     db.execute_unprepared(broken).await.unwrap();
     let claimed = claim(&store, 10, LEASE).await;
     assert_eq!((claimed.claims.len(), claimed.unreadable.len()), (9, 1));
-    assert!(store.settle(&claimed.unreadable).await.unwrap().is_empty());
+    let failed: Vec<_> = claimed.unreadable.into_iter().map(Unreadable::settle).collect();
+    assert!(store.settle(&failed).await.unwrap().is_empty());
     let failed = rows(db).await.remove(4);
     assert_eq!(failed.status, sea_orm_outbox::entity::Status::Failed);
     let error = failed.last_error.unwrap();
@@ -147,12 +148,19 @@ async fn slices(database: TestDatabase) {
     for _ in 0..100 {
         let slice = store.candidates(10).await.unwrap();
         assert_eq!(slice.len(), 10);
-        let ids: Vec<i64> = slice.iter().map(|fence| fence.id).collect();
+        let ids: Vec<i64> = slice.iter().map(|fence| number(fence.id)).collect();
         assert!(ids.windows(2).all(|pair| pair[1] == pair[0] + 1), "{ids:?} is contiguous");
         assert!(ids[9] <= 160, "{ids:?} is within the first 16 slices");
         firsts.insert(ids[0]);
     }
     assert!(firsts.len() > 4, "chance chooses among them: {firsts:?}");
+}
+
+fn number(id: RowId) -> i64 {
+    match id {
+        RowId::Integer(id) => id,
+        other => panic!("{other} is no number"),
+    }
 }
 
 /// Somebody else holds the lock of one row.

@@ -12,7 +12,7 @@ use sea_orm_outbox::{
 
 use crate::support::{
     Kind, TestDatabase, on_database, on_each_database,
-    rows::{LEASE, claim, row, rows, store},
+    rows::{LEASE, claim, request, row, rows, store},
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -110,7 +110,7 @@ async fn round_trip(database: TestDatabase) {
     assert_eq!((stored[0].attempts, stored[0].requeues), (0, 0));
     for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
         let store = store(db);
-        let claimed = store.claim(strategy, 10, "test:1", LEASE).await.unwrap();
+        let claimed = store.claim(&request(strategy, 10, "test:1", LEASE)).await.unwrap();
         assert!(claimed.unreadable.is_empty());
         let messages: Vec<_> = claimed.claims.iter().map(|claim| claim.message().clone()).collect();
         assert_eq!(messages, expected, "{strategy:?}");

@@ -12,7 +12,9 @@ use sea_orm_outbox::{
 
 use crate::support::{
     TestDatabase, on_each_database,
-    rows::{LEASE, claim, claim_one, enqueue, let_delays_end, let_leases_end, row, rows, store, sweep},
+    rows::{
+        LEASE, claim, claim_one, enqueue, let_delays_end, let_leases_end, request, row, rows, store, sweep,
+    },
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -323,7 +325,7 @@ async fn sweeps(database: TestDatabase) {
             // With two attempts spent it is a suspect.
             _ => {
                 for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
-                    let ordinary = store.claim(strategy, 10, "test:1", LEASE).await;
+                    let ordinary = store.claim(&request(strategy, 10, "test:1", LEASE)).await;
                     assert_eq!(ordinary.expect("the claim is carried out").claims.len(), 0);
                 }
                 claim_suspects(&store).await
@@ -447,7 +449,7 @@ async fn dies_every_time(database: TestDatabase) {
     enqueue(db, "t", 1).await;
     let mut claims = 0;
     while row(db).await.status != Status::Failed {
-        let ordinary = store.claim(ClaimStrategy::Optimistic, 1, "test:1", LEASE).await;
+        let ordinary = store.claim(&request(ClaimStrategy::Optimistic, 1, "test:1", LEASE)).await;
         claims += ordinary.expect("the claim is carried out").claims.len();
         claims += claim_suspects(&store).await.len();
         let_leases_end(db).await;

@@ -17,7 +17,7 @@ use sea_orm_outbox::{
 use crate::support::{
     Kind, TestDatabase, eventually, on_database,
     proxy::Proxy,
-    rows::{LEASE, count, enqueue, rows},
+    rows::{LEASE, count, enqueue, request, rows},
     servers,
     stuck::Stuck,
     within,
@@ -90,8 +90,8 @@ async fn proxied(database: &TestDatabase, connections: u32) -> (Proxy, DatabaseC
 async fn lost_answer(database: TestDatabase) {
     enqueue(&database.db, "t", 10).await;
     let (proxy, db) = proxied(&database, 5).await;
-    // The first look at the table, and the claim.
-    proxy.freeze_at_commit(2);
+    // Five looks at the table, and the claim.
+    proxy.freeze_at_commit(6);
     let publisher = Arc::new(RecordingPublisher::new());
     let relay = quick(&db, publisher.clone()).sweep_every(Duration::from_secs(60)).build().unwrap().spawn();
     eventually("the claim to be made and its answer to be lost", || async {
@@ -156,7 +156,7 @@ async fn given_up(database: TestDatabase) {
     })
     .await;
     proxy.freeze();
-    let error = store.claim(ClaimStrategy::SkipLocked, 1, "test:1", LEASE).await.unwrap_err();
+    let error = store.claim(&request(ClaimStrategy::SkipLocked, 1, "test:1", LEASE)).await.unwrap_err();
     assert!(matches!(error, StoreError::Timeout { .. }), "{error}");
     proxy.thaw();
     eventually("the connection to be of use again", || async {

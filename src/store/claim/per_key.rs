@@ -13,7 +13,7 @@ use super::{BehindFailed, ClaimRequest, Trust, claim_set, integer, milliseconds,
 use crate::store::{
     Claimed, Fence, Position, Store, StoreError, Transaction, claimed,
     dialect::Dialect,
-    fenced::{Column, Given, given, given_id, given_values, output_id},
+    fenced::{Column, FOR_UPDATE_OF_O, Given, given, given_id, given_values, output_id},
     table::Table,
 };
 
@@ -292,7 +292,7 @@ async fn lock(
         FROM {given} STRAIGHT_JOIN {name} o ON o.{id} = {given_id}
         WHERE o.{version} = g.version
         LIMIT $2
-        FOR UPDATE SKIP LOCKED",
+        {FOR_UPDATE_OF_O} SKIP LOCKED",
         output_id = output_id(table),
         given = given(table, &[]),
         given_id = given_id(table),

@@ -10,7 +10,7 @@ use sea_orm_outbox::{
         outbox_message::{Column, Entity, Model},
     },
     lifecycle::RetryPolicy,
-    store::{Claim, ClaimStrategy, Claimed, Store},
+    store::{Claim, ClaimRequest, ClaimStrategy, Claimed, Store},
 };
 
 /// Long enough that no test outlives it by accident.
@@ -44,7 +44,20 @@ pub(crate) async fn count(db: &DatabaseConnection, status: Status) -> usize {
 }
 
 pub(crate) async fn claim(store: &Store, rows: u64, lease: Duration) -> Claimed {
-    store.claim(ClaimStrategy::SkipLocked, rows, "test:1", lease).await.expect("the claim is carried out")
+    store
+        .claim(&request(ClaimStrategy::SkipLocked, rows, "test:1", lease))
+        .await
+        .expect("the claim is carried out")
+}
+
+/// A claim from the head of the queue.
+pub(crate) fn request(
+    strategy: ClaimStrategy,
+    limit: u64,
+    claimed_by: &str,
+    lease: Duration,
+) -> ClaimRequest<'_> {
+    ClaimRequest { strategy, limit, claimed_by, lease, after: None }
 }
 
 /// Claims the only due row.
