@@ -538,7 +538,9 @@ async fn not_connected(database: TestDatabase) {
     enqueue(&database.db, "t", 10_001).await;
     let stale = "UPDATE outbox_message SET status = 'PROCESSING', attempts = 1, version = 1, \
                  claimed_by = 'dead:1', lease_until = available_at, available_at = created_at \
-                 WHERE id = (SELECT id FROM outbox_message ORDER BY available_at DESC, id DESC LIMIT 1)";
+                 WHERE id = (SELECT id FROM (
+                     SELECT id FROM outbox_message ORDER BY available_at DESC, id DESC LIMIT 1
+                 ) AS last_due)";
     database.db.execute_unprepared(stale).await.unwrap();
     let relay = quick(&database, Unreachable).build().unwrap().spawn();
     until_all(&database, Status::Pending, 10_001).await;
