@@ -32,7 +32,8 @@ pub struct Sweepable {
     pub stale: Vec<Stale>,
     /// Rows that a sweep returned with two or more attempts spent, and that are due: their workers may have
     /// died of them. [`Store::claim`] leaves them out; they are to be claimed one at a time
-    /// ([`Store::claim_candidates`]), with nothing else in flight in the process.
+    /// ([`Store::claim_candidates`]), with nothing else in flight in the process. With order per key, only those before
+    /// which no other of their key is unfinished.
     pub suspects: Vec<Fence>,
     /// Where to read on; `None` at the end.
     pub next: Option<Position>,
@@ -52,28 +53,30 @@ impl Store {
         let Table { dialect, name, id, status, version, attempts, available_at, claimed_by, .. } = table;
         let Table { lease_until, last_error, pending, processing, .. } = table;
         let (from, position) = Position::after(after, table, 2);
+        let key = table.optional(&table.roles.ordering_key).map(|key| format!(", {key}")).unwrap_or_default();
         let sql = format!(
             "\
             SELECT {output_id}, {version_read}, {attempts_read}, {claimed_by}, {stale}, {suspect}, {size}, {available_at}
             FROM (
                 SELECT {id}, {version}, {attempts}, {claimed_by}, {available_at},
                     CASE WHEN {status} = {processing} AND {lease_until} < {now} THEN 1 ELSE 0 END AS stale,
-                    CASE WHEN {status} = {pending} AND {is_suspect} THEN 1 ELSE 0 END AS suspect,
+                    CASE WHEN {status} = {pending} AND {is_suspect}{and_is_first} THEN 1 ELSE 0 END AS suspect,
                     COUNT(*) OVER () AS size,
                     CASE WHEN LEAD({id}) OVER (ORDER BY {available_at}, {id}) IS NULL THEN 1 ELSE 0 END AS last
                 FROM (
                     SELECT {id}, {version}, {attempts}, {claimed_by}, {available_at}, {status}, {lease_until},
-                        {last_error}
+                        {last_error}{key}
                     FROM {name}
                     WHERE {available_at} <= {now}{from}
                     ORDER BY {available_at}, {id}
                     LIMIT $1
-                ) AS entries
+                ) AS o
             ) AS o
             WHERE stale = 1 OR suspect = 1 OR last = 1
             ORDER BY {available_at}, {id}",
             now = dialect.now(),
             is_suspect = suspect(table, ""),
+            and_is_first = self.and_is_first(),
             output_id = output_id(table),
             version_read = dialect.integer(version),
             attempts_read = dialect.integer(attempts),

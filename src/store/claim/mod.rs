@@ -136,10 +136,7 @@ impl Store {
         // In the order of the primary key, so that two relays take row locks in the same order.
         let mut candidates = candidates.to_vec();
         candidates.sort_unstable();
-        let guard = match self.ordering {
-            Ordering::Unordered => String::new(),
-            Ordering::PerKey { behind_failed } => per_key::is_first(&self.table, behind_failed),
-        };
+        let guard = self.and_is_first();
         let table = &*self.table;
         let Table { name, id, version, .. } = table;
         let rows = candidates.iter().map(|fence| (*fence, [])).collect();
@@ -214,6 +211,14 @@ impl Store {
         );
         let rows = self.run("read claims back", sql, vec![claimed_by.into()]).await?;
         self.fences(&rows)
+    }
+
+    /// With order per key, that `o` has no unfinished message of its key before it, as a condition to append.
+    pub(super) fn and_is_first(&self) -> String {
+        match self.ordering {
+            Ordering::Unordered => String::new(),
+            Ordering::PerKey { behind_failed } => per_key::and_is_first(&self.table, behind_failed),
+        }
     }
 
     /// Rows that are due, from `after` on, at most `$1`; and the values of the parameters, which a limit goes

@@ -72,7 +72,7 @@ impl Store {
 }
 
 /// Whether `o` has no unfinished message of its key before it, as a condition to append.
-pub(super) fn is_first(table: &Table, behind_failed: BehindFailed) -> String {
+pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed) -> String {
     let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else { return String::new() };
     let Table { name, id, .. } = table;
     format!(
