@@ -177,7 +177,7 @@ impl<P: Publisher> Relay<P> {
         for (status, rows) in &table.unknown_statuses {
             tracing::warn!(status, rows, "rows have a status that means nothing: no relay touches them");
         }
-        settings.strategy = Some(strategy(&settings, &table)?);
+        settings.strategy = Some(strategy(settings.strategy, settings.ordering, &table)?);
         tracing::info!(relay = settings.name, "relay started");
         let (to_dispatcher, claims) = mpsc::channel(settings.queued_batches);
         // Room for every row that can be held, so that no outcome of a publish ever waits for the settler.
@@ -222,12 +222,15 @@ impl<P> fmt::Debug for Relay<P> {
 }
 
 /// The strategy that was asked for, or the best that the server has.
-fn strategy(settings: &Settings, table: &TableReport) -> Result<ClaimStrategy, RelayError> {
-    let needed = settings.ordering != Ordering::Unordered;
-    match (settings.strategy, table.skip_locked) {
+fn strategy(
+    asked_for: Option<ClaimStrategy>,
+    ordering: Ordering,
+    table: &TableReport,
+) -> Result<ClaimStrategy, RelayError> {
+    match (asked_for, table.skip_locked) {
         (Some(ClaimStrategy::Optimistic), _) => Ok(ClaimStrategy::Optimistic),
         (_, true) => Ok(ClaimStrategy::SkipLocked),
-        (None, false) if !needed => {
+        (None, false) if ordering == Ordering::Unordered => {
             tracing::info!("the server has no SKIP LOCKED: the relay claims with the strategy Optimistic");
             Ok(ClaimStrategy::Optimistic)
         }
@@ -263,4 +266,26 @@ async fn wait_for_table(
         }
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::BehindFailed;
+
+    #[test]
+    fn a_server_without_skip_locked_is_claimed_from_without_it_unless_it_was_asked_for() {
+        let per_key = Ordering::PerKey { behind_failed: BehindFailed::Hold };
+        let chosen = |asked_for, ordering, skip_locked| {
+            let table = TableReport { skip_locked, ..TableReport::default() };
+            strategy(asked_for, ordering, &table).ok()
+        };
+        let (skip_locked, optimistic) = (Some(ClaimStrategy::SkipLocked), Some(ClaimStrategy::Optimistic));
+        assert_eq!(chosen(None, Ordering::Unordered, true), skip_locked);
+        assert_eq!(chosen(None, Ordering::Unordered, false), optimistic);
+        assert_eq!(chosen(optimistic, Ordering::Unordered, true), optimistic);
+        assert_eq!(chosen(skip_locked, Ordering::Unordered, false), None);
+        assert_eq!(chosen(None, per_key, true), skip_locked);
+        assert_eq!(chosen(None, per_key, false), None);
+    }
 }

@@ -11,25 +11,28 @@ use sea_orm_outbox::{
 use tokio::{sync::Barrier, task::JoinSet};
 
 use crate::support::{
-    Kind, TestDatabase, on_database, on_each_database,
+    Kind, TestDatabase, on_database, on_each_contract_database,
     rows::{LEASE, claim, enqueue, let_delays_end, let_leases_end, request, row, rows, store},
     within,
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
     let mut tests: Vec<Trial> = [
-        on_each_database("claim::of_two_relays_that_read_version_0_one_wins", two_read_version_0),
-        on_each_database("claim::relays_at_once_never_win_the_same_row", at_once),
-        on_each_database("claim::rows_come_in_the_order_in_which_they_became_due", in_order),
-        on_each_database("claim::what_became_due_earlier_comes_first_whatever_its_id", due_order),
-        on_each_database("claim::a_row_that_cannot_be_read_harms_only_itself", unreadable),
-        on_each_database("claim::candidates_are_one_slice_of_the_head", slices),
+        on_each_contract_database("claim::of_two_relays_that_read_version_0_one_wins", two_read_version_0),
+        on_each_contract_database("claim::relays_at_once_never_win_the_same_row", at_once),
+        on_each_contract_database("claim::rows_come_in_the_order_in_which_they_became_due", in_order),
+        on_each_contract_database("claim::what_became_due_earlier_comes_first_whatever_its_id", due_order),
+        on_each_contract_database("claim::a_row_that_cannot_be_read_harms_only_itself", unreadable),
+        on_each_contract_database("claim::candidates_are_one_slice_of_the_head", slices),
     ]
     .into_iter()
     .flatten()
     .collect();
-    tests.push(on_database(Kind::Postgres, "claim::a_locked_row_is_passed_over", passes_over));
-    tests.push(on_database(Kind::Postgres, "claim::a_sweep_does_not_wait_for_the_owner", sweep_passes_over));
+    // SQLite has no row locks.
+    for kind in Kind::CONTRACT.into_iter().filter(|kind| *kind != Kind::Sqlite) {
+        tests.push(on_database(kind, "claim::a_locked_row_is_passed_over", passes_over));
+        tests.push(on_database(kind, "claim::a_sweep_does_not_wait_for_the_owner", sweep_passes_over));
+    }
     tests
 }
 

@@ -12,6 +12,7 @@ mod migration;
 mod nats;
 mod outage;
 mod relay;
+mod sqlite;
 mod support;
 mod versioned;
 
@@ -31,6 +32,7 @@ fn main() {
         nats::tests(),
         outage::tests(),
         crash::tests(),
+        sqlite::tests(),
         versioned::tests(),
     ];
     let conclusion = libtest_mimic::run(&arguments, tests.into_iter().flatten().collect());

@@ -58,6 +58,7 @@ pub(crate) fn play_role() -> bool {
     let behaviour = ALL.into_iter().find(|b| format!("{b:?}") == role).expect("the role is known");
     let number = |name| env::var(name).expect("the number is set").parse().expect("the number is one");
     let lease = Duration::from_millis(number(LEASE_MS));
+    tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_ansi(false).without_time().init();
     super::runtime().block_on(relay(behaviour, number(RELAYS), lease));
     true
 }
@@ -181,17 +182,24 @@ impl RelayProcess {
     }
 
     /// Lets it stop by itself and returns the reports of its relays.
-    pub(crate) async fn stop(mut self) -> Vec<String> {
+    pub(crate) async fn stop(self) -> Vec<String> {
+        self.stop_and_tell().await.0
+    }
+
+    /// The same, with the warnings and errors in its log since [`says`](Self::says) was last asked.
+    pub(crate) async fn stop_and_tell(mut self) -> (Vec<String>, Vec<String>) {
         drop(self.child.stdin.take());
         within(Duration::from_secs(30), "the process to stop", async {
-            let mut reports = Vec::new();
+            let (mut reports, mut complaints) = (Vec::new(), Vec::new());
             while let Some(line) = self.lines.next_line().await.expect("its output can be read") {
-                if line.starts_with("claimed") {
-                    reports.push(line);
-                }
+                let list = if line.starts_with("claimed") { &mut reports } else { &mut complaints };
+                list.push(line);
             }
             assert!(self.child.wait().await.expect("it can be waited for").success());
-            reports
+            complaints.retain(|line| {
+                line.trim_start().starts_with("WARN") || line.trim_start().starts_with("ERROR")
+            });
+            (reports, complaints)
         })
         .await
     }
