@@ -18,9 +18,9 @@ use clap::{Parser, ValueEnum};
 use interrupt::Interrupt;
 use sea_orm::{ConnectOptions, Database, DatabaseConnection};
 use sea_orm_outbox::{
-    NatsPublisher, Relay, RelayHandle,
+    BehindFailed, ClaimStrategy, NatsPublisher, Ordering, Relay, RelayHandle,
     lifecycle::RetryPolicy,
-    store::{ClaimStrategy, Store},
+    store::{Store, StoreError},
 };
 use sea_orm_outbox_migration::{Migrator, MigratorTrait};
 
@@ -28,7 +28,7 @@ use sea_orm_outbox_migration::{Migrator, MigratorTrait};
 #[derive(Parser)]
 #[command(after_help = "Durations are written like 500ms, 30s or 5m.")]
 struct Arguments {
-    /// The database: postgres://… or sqlite://…, with ?mode=rwc to make the file
+    /// The database: postgres://…, sqlite://… (with ?mode=rwc to make the file), or with the feature mysql: mysql://…
     #[arg(long, env, hide_env_values = true)]
     database_url: String,
     /// The NATS server
@@ -49,9 +49,12 @@ struct Arguments {
     /// How many relays run in this process
     #[arg(long, env = "RELAY_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     workers: u16,
-    /// How relays keep out of each other's way
-    #[arg(long, env = "RELAY_STRATEGY", value_enum, default_value = "skip-locked")]
-    strategy: Strategy,
+    /// How relays keep out of each other's way [default: skip-locked, where the server has it]
+    #[arg(long, env = "RELAY_STRATEGY", value_enum)]
+    strategy: Option<Strategy>,
+    /// Publish messages with the same ordering key in order; what becomes of those behind a failed one
+    #[arg(long, env = "RELAY_ORDER_PER_KEY", value_enum, value_name = "BEHIND_FAILED")]
+    order_per_key: Option<Behind>,
     /// The most rows in one claim
     #[arg(long, env = "RELAY_BATCH_SIZE", default_value_t = 1_000)]
     batch_size: usize,
@@ -90,6 +93,25 @@ enum Strategy {
     SkipLocked,
     /// No row locks: compare versions, and lose a race now and then
     Optimistic,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Behind {
+    /// They wait until it is requeued or discarded
+    Hold,
+    /// They go on
+    Skip,
+}
+
+impl Arguments {
+    fn ordering(&self) -> Ordering {
+        let behind_failed = match self.order_per_key {
+            None => return Ordering::Unordered,
+            Some(Behind::Hold) => BehindFailed::Hold,
+            Some(Behind::Skip) => BehindFailed::Skip,
+        };
+        Ordering::PerKey { behind_failed }
+    }
 }
 
 #[tokio::main]
@@ -154,8 +176,11 @@ async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
     if arguments.migrate {
         Migrator::up(&db, None).await.map_err(|error| format!("the migration failed: {error}"))?;
     }
-    let store = Store::new(db).map_err(|error| error.to_string())?;
-    store.check_table().await.map_err(|error| format!("{error}, or start with --migrate"))?;
+    let store = Store::new(db).and_then(|store| store.with_ordering(arguments.ordering()));
+    store.map_err(|error| error.to_string())?.check_table().await.map_err(|error| match error {
+        StoreError::Table(_) => format!("{error}, or start with --migrate"),
+        error => error.to_string(),
+    })?;
     let (database, nats) = (place(&arguments.database_url), place(&arguments.nats_url));
     tracing::info!(database, nats, stream = arguments.stream, core = arguments.core, "connected");
     Ok(relays.into_iter().map(Relay::spawn).collect())
@@ -170,10 +195,7 @@ fn relay(
     // The server's answer has to come before the relay gives up, so that an outage is known as one.
     let publisher = publisher.with_ack_timeout(arguments.publish_timeout.mul_f64(0.8));
     let mut builder = Relay::builder(db.clone(), publisher)
-        .strategy(match arguments.strategy {
-            Strategy::SkipLocked => ClaimStrategy::SkipLocked,
-            Strategy::Optimistic => ClaimStrategy::Optimistic,
-        })
+        .ordering(arguments.ordering())
         .batch_size(arguments.batch_size)
         .max_in_flight(arguments.max_in_flight)
         .lease(arguments.lease)
@@ -183,6 +205,12 @@ fn relay(
         .sweep_every(arguments.sweep_every)
         .grace(arguments.grace)
         .retry(RetryPolicy::default().with_max_attempts(arguments.max_attempts));
+    if let Some(strategy) = arguments.strategy {
+        builder = builder.strategy(match strategy {
+            Strategy::SkipLocked => ClaimStrategy::SkipLocked,
+            Strategy::Optimistic => ClaimStrategy::Optimistic,
+        });
+    }
     if let Some(name) = &arguments.name {
         let name = if arguments.workers == 1 { name.clone() } else { format!("{name}-{worker}") };
         builder = builder.name(name);
@@ -191,8 +219,13 @@ fn relay(
 }
 
 async fn connect(url: &str) -> Result<DatabaseConnection, String> {
-    if !["postgres://", "postgresql://", "sqlite:"].iter().any(|scheme| url.starts_with(scheme)) {
-        return Err("the database URL must begin with postgres:// or sqlite:".to_owned());
+    if url.starts_with("mysql://") && !cfg!(feature = "mysql") {
+        return Err(
+            "this program was built without the feature mysql: build it with `--features mysql`".to_owned()
+        );
+    }
+    if !["postgres://", "postgresql://", "mysql://", "sqlite:"].iter().any(|scheme| url.starts_with(scheme)) {
+        return Err("the database URL must begin with postgres://, mysql:// or sqlite:".to_owned());
     }
     let mut options = ConnectOptions::new(url);
     options.sqlx_logging(false).acquire_timeout(Duration::from_secs(5));

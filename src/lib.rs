@@ -15,8 +15,8 @@
 //!
 //! # Features
 //!
-//! `postgres`, `sqlite` and `nats` are on by default; `mysql` (for [`Versioned`] only, the outbox does not support it
-//! yet), `migration` (the migrations as a module), `testing` (a publisher that records).
+//! `postgres`, `sqlite` and `nats` are on by default; `mysql` (MySQL and MariaDB), `migration` (the migrations as a
+//! module), `testing` (a publisher that records).
 
 pub mod docs;
 pub mod lifecycle;
