@@ -26,6 +26,7 @@ pub mod publisher;
 mod relay;
 pub mod store;
 mod versioned;
+mod wake;
 
 #[cfg(feature = "nats")]
 pub use async_nats;
@@ -42,3 +43,4 @@ pub use relay::{ConfigError, Relay, RelayBuilder, RelayError, RelayHandle, Repor
 pub use sea_orm_outbox_entity as entity;
 pub use store::{BehindFailed, ClaimStrategy, Ordering, OutboxTable};
 pub use versioned::{Versioned, VersionedError, VersionedExt};
+pub use wake::Waker;

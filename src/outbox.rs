@@ -2,12 +2,14 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    fmt::{Debug, Display},
     sync::Arc,
 };
 
-use sea_orm::{ConnectionTrait, DbErr};
+use sea_orm::{ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbErr, TransactionError};
 
 use crate::{
+    Waker,
     message::{DEFAULT_MAX_MESSAGE_BYTES, InvalidMessage, Message, MessageId, NewMessage, validate},
     store::{self, Dialect, EnqueuedRow, OutboxTable, Roles, StoreError},
 };
@@ -36,11 +38,12 @@ use crate::{
 pub struct Outbox {
     roles: Arc<Roles>,
     max_message_bytes: usize,
+    waker: Option<Waker>,
 }
 
 impl Default for Outbox {
     fn default() -> Self {
-        Self { roles: Arc::default(), max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES }
+        Self { roles: Arc::default(), max_message_bytes: DEFAULT_MAX_MESSAGE_BYTES, waker: None }
     }
 }
 
@@ -120,6 +123,61 @@ impl Outbox {
     pub fn with_max_message_bytes(mut self, bytes: usize) -> Self {
         self.max_message_bytes = bytes;
         self
+    }
+
+    /// What [`transaction`](Self::transaction) wakes after its commit: the waker of relays in this process.
+    #[must_use]
+    pub fn with_waker(mut self, waker: Waker) -> Self {
+        self.waker = Some(waker);
+        self
+    }
+
+    /// Runs `work` in a transaction, commits it, and wakes a relay ([`with_waker`](Self::with_waker)), so that the
+    /// messages go out at once. When `work` returns an error the transaction is rolled back and nobody is woken.
+    ///
+    /// It is `DatabaseConnection::transaction_async` with the wake. Transactions made in another way are as good: call
+    /// [`Waker::wake`] after the commit, or leave the message to the relay's next look.
+    ///
+    /// ```
+    /// # use sea_orm::Database;
+    /// # use sea_orm_outbox::{EnqueueError, NewMessage, Outbox, Waker, migration::{Migrator, MigratorTrait}};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let db = Database::connect("sqlite::memory:").await?;
+    /// # Migrator::up(&db, None).await?;
+    /// let waker = Waker::new(); // and `Relay::builder(…).waker(waker.clone())`
+    /// let outbox = Outbox::new().with_waker(waker);
+    /// outbox
+    ///     .transaction(&db, async |txn| {
+    ///         // … insert the order with `txn` …
+    ///         outbox.enqueue(txn, NewMessage::bytes("orders.created", "text/plain", "4711")).await
+    ///     })
+    ///     .await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`TransactionError::Transaction`] with the error of `work`, [`TransactionError::Connection`] when the
+    /// transaction cannot be begun or committed. After an error of the commit the transaction may have been
+    /// committed all the same.
+    pub async fn transaction<T, E>(
+        &self,
+        db: &DatabaseConnection,
+        work: impl AsyncFnOnce(&DatabaseTransaction) -> Result<T, E> + Send,
+    ) -> Result<T, TransactionError<E>>
+    where
+        T: Send,
+        E: Display + Debug + Send,
+    {
+        let result = db.transaction_async(work).await;
+        // A commit whose answer was lost may have happened.
+        if !matches!(result, Err(TransactionError::Transaction(_)))
+            && let Some(waker) = &self.waker
+        {
+            waker.wake();
+        }
+        result
     }
 
     /// Writes one message.

@@ -6,6 +6,7 @@ use sea_orm::DatabaseConnection;
 
 use super::Relay;
 use crate::{
+    Waker,
     lifecycle::RetryPolicy,
     publisher::Publisher,
     store::{ClaimStrategy, Ordering, OutboxTable, Roles, Store, StoreError},
@@ -47,6 +48,7 @@ pub struct RelayBuilder<P> {
     publisher: P,
     statement_timeout: Duration,
     settings: Settings,
+    waker: Waker,
 }
 
 /// Why a relay was not built.
@@ -108,7 +110,8 @@ impl<P: Publisher> RelayBuilder<P> {
             grace: Duration::from_secs(10),
             retry: RetryPolicy::default(),
         };
-        Self { db, roles: Roles::default(), publisher, statement_timeout: Duration::from_secs(10), settings }
+        let (roles, statement_timeout, waker) = (Roles::default(), Duration::from_secs(10), Waker::default());
+        Self { db, roles, publisher, statement_timeout, settings, waker }
     }
 
     /// The name of this relay in `claimed_by` and in the log, 1 to 64 characters. It need not be unique: the
@@ -184,6 +187,13 @@ impl<P: Publisher> RelayBuilder<P> {
         self
     }
 
+    /// What wakes the relay before its next look, shared with other relays and with those who commit messages.
+    /// Default: one of its own, see [`RelayHandle::wake`](crate::RelayHandle::wake).
+    pub fn waker(mut self, waker: Waker) -> Self {
+        self.waker = waker;
+        self
+    }
+
     /// How long the messages of a topic rest whose destination is not set up, before it is tried again.
     /// Default: 30 s.
     pub fn rest(mut self, rest: Duration) -> Self {
@@ -214,12 +224,12 @@ impl<P: Publisher> RelayBuilder<P> {
     /// # Errors
     /// When a setting makes no sense, when two cannot be safe together, or when the database is not supported.
     pub fn build(self) -> Result<Relay<P>, ConfigError> {
-        let Self { db, roles, publisher, statement_timeout, settings } = self;
+        let Self { db, roles, publisher, statement_timeout, settings, waker } = self;
         check(&settings, statement_timeout)?;
         let store = Store::with_roles(db, roles)?
             .with_ordering(settings.ordering)?
             .with_statement_timeout(statement_timeout);
-        Ok(Relay { store, publisher, settings })
+        Ok(Relay { store, publisher, settings, waker })
     }
 }
 

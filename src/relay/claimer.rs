@@ -4,7 +4,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 
 use tokio::{
     sync::mpsc::{Permit, Sender},
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 
 use super::{Shared, gate::Passage, jittered, pace, report::add, walk::Walk};
@@ -46,7 +46,11 @@ pub(super) async fn run<P: Publisher>(
         let pause = match next {
             Next::AtOnce => continue,
             Next::LostRace => Duration::from_millis(fastrand::u64(1..10)),
-            Next::Poll => jittered(claimer.shared.settings.poll_every),
+            Next::Poll => {
+                let pause = jittered(claimer.shared.settings.poll_every);
+                let _ = claimer.unless_stopped(timeout(pause, claimer.shared.waker.woken())).await;
+                continue;
+            }
             Next::Retry(pause) => pause,
         };
         claimer.unless_stopped(sleep(pause)).await;
@@ -205,6 +209,10 @@ impl<P: Publisher> Claimer<P> {
         }
         if !claims.is_empty() {
             room.send(claims);
+        }
+        if claimed.more && won > 0 {
+            // There is enough for another relay as well.
+            self.shared.waker.wake();
         }
         if before.elapsed() + settings.publish_timeout >= settings.lease {
             // Too late to publish them: they go back, and next time it had better be fewer.

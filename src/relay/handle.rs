@@ -4,19 +4,20 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{Relay, RelayError, Report};
-use crate::publisher::Publisher;
+use crate::{Waker, publisher::Publisher};
 
 /// A relay that runs in the background. Dropping the handle tells it to stop, without waiting for it.
 #[derive(Debug)]
 #[must_use = "dropping the handle stops the relay"]
 pub struct RelayHandle {
     stop: CancellationToken,
+    waker: Waker,
     ended: watch::Receiver<Option<Result<Report, RelayError>>>,
 }
 
 impl RelayHandle {
     pub(super) fn spawn<P: Publisher>(relay: Relay<P>) -> Self {
-        let stop = CancellationToken::new();
+        let (stop, waker) = (CancellationToken::new(), relay.waker.clone());
         let (sender, ended) = watch::channel(None);
         let until = stop.clone();
         tokio::spawn(async move {
@@ -24,7 +25,12 @@ impl RelayHandle {
             // Nobody may be waiting any more.
             let _ = sender.send(Some(result));
         });
-        Self { stop, ended }
+        Self { stop, waker, ended }
+    }
+
+    /// Has the relay, or another with the same [`Waker`], look for messages now. To be called after a commit.
+    pub fn wake(&self) {
+        self.waker.wake();
     }
 
     /// Tells the relay to stop, waits until it has, and says what it did. May be called more than once, and

@@ -45,6 +45,7 @@ pub use handle::RelayHandle;
 pub use report::Report;
 
 use crate::{
+    Waker,
     lifecycle::RetryPolicy,
     publisher::Publisher,
     store::{ClaimStrategy, Ordering, Store, StoreError, TableReport},
@@ -77,6 +78,7 @@ pub struct Relay<P> {
     store: Store,
     publisher: P,
     settings: Settings,
+    waker: Waker,
 }
 
 /// Why a relay ended on its own. Losing the database or the broker is not among them: the relay waits.
@@ -107,6 +109,7 @@ struct Shared<P> {
     held: Held,
     gate: Gate,
     suspects: Suspects,
+    waker: Waker,
     stop: CancellationToken,
     grace_ends: OnceLock<Instant>,
 }
@@ -170,7 +173,7 @@ impl<P: Publisher> Relay<P> {
     }
 
     async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
-        let Self { store, publisher, mut settings } = self;
+        let Self { store, publisher, mut settings, waker } = self;
         let Some((table, waited)) = wait_for_table(&store, &stop).await? else {
             return Ok(Report::default());
         };
@@ -190,6 +193,7 @@ impl<P: Publisher> Relay<P> {
             held: Held::default(),
             gate: Gate::default(),
             suspects: Suspects::default(),
+            waker,
             stop: stop.clone(),
             grace_ends: OnceLock::new(),
         });

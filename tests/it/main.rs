@@ -15,6 +15,7 @@ mod relay;
 mod sqlite;
 mod support;
 mod versioned;
+mod wake;
 
 use libtest_mimic::Arguments;
 
@@ -34,6 +35,7 @@ fn main() {
         crash::tests(),
         sqlite::tests(),
         versioned::tests(),
+        wake::tests(),
     ];
     let conclusion = libtest_mimic::run(&arguments, tests.into_iter().flatten().collect());
     support::servers::stop();
