@@ -1,5 +1,7 @@
 //! The stand-alone migrator, safe to run from several processes at once.
 
+use std::marker::PhantomData;
+
 use sea_orm_migration::{
     async_trait,
     prelude::*,
@@ -12,77 +14,93 @@ use sea_orm_migration::{
 #[cfg(feature = "mysql")]
 use sea_orm_migration::sea_orm::{DatabaseConnectionType, SqlxMySqlConnector};
 
-/// Runs the migrations of the outbox with a history table of its own, `outbox_migrations`.
-///
-/// `up`, `down`, `reset`, `refresh` take a lock first: other processes that migrate at the same time
-/// wait (at most a minute on PostgreSQL, MySQL and MariaDB, for the pool's busy timeout on SQLite) and
-/// then find the work done. On MySQL and MariaDB a call opens one connection besides those of the pool.
-///
-/// On PostgreSQL and SQLite everything one call does happens in one transaction: it is done whole or
-/// not at all. MySQL and MariaDB commit each change of a table by itself, and with it whatever the
-/// transaction of the caller has done until then; a call that was cut off is made good by the next one.
-///
-/// `fresh` is SeaORM's own: it drops **every** table of the database, the application's included.
-#[derive(Clone, Copy, Debug)]
-pub struct Migrator;
+/// A migrator that takes the lock of the outbox around whatever changes the database.
+macro_rules! migrator {
+    ($(#[$documentation:meta])* $name:ident, $history:literal, $migrations:path) => {
+        $(#[$documentation])*
+        #[derive(Clone, Copy, Debug)]
+        pub struct $name;
 
-#[async_trait::async_trait]
-impl MigratorTrait for Migrator {
-    fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        Unlocked::migrations()
-    }
+        #[async_trait::async_trait]
+        impl MigratorTrait for $name {
+            fn migrations() -> Vec<Box<dyn MigrationTrait>> {
+                $migrations()
+            }
 
-    fn migration_table_name() -> DynIden {
-        Unlocked::migration_table_name()
-    }
+            fn migration_table_name() -> DynIden {
+                $history.into_iden()
+            }
 
-    async fn up<'c, C>(db: C, steps: Option<u32>) -> Result<(), DbErr>
-    where
-        C: IntoSchemaManagerConnection<'c>,
-    {
-        let session = Session::lock(db).await?;
-        let outcome = Unlocked::up(session.transaction(), steps).await;
-        session.end(outcome).await
-    }
+            async fn up<'c, C>(db: C, steps: Option<u32>) -> Result<(), DbErr>
+            where
+                C: IntoSchemaManagerConnection<'c>,
+            {
+                let session = Session::lock(db).await?;
+                let outcome = Unlocked::<Self>::up(session.transaction(), steps).await;
+                session.end(outcome).await
+            }
 
-    async fn down<'c, C>(db: C, steps: Option<u32>) -> Result<(), DbErr>
-    where
-        C: IntoSchemaManagerConnection<'c>,
-    {
-        let session = Session::lock(db).await?;
-        let outcome = Unlocked::down(session.transaction(), steps).await;
-        session.end(outcome).await
-    }
+            async fn down<'c, C>(db: C, steps: Option<u32>) -> Result<(), DbErr>
+            where
+                C: IntoSchemaManagerConnection<'c>,
+            {
+                let session = Session::lock(db).await?;
+                let outcome = Unlocked::<Self>::down(session.transaction(), steps).await;
+                session.end(outcome).await
+            }
 
-    async fn reset<'c, C>(db: C) -> Result<(), DbErr>
-    where
-        C: IntoSchemaManagerConnection<'c>,
-    {
-        let session = Session::lock(db).await?;
-        let outcome = Unlocked::reset(session.transaction()).await;
-        session.end(outcome).await
-    }
+            async fn reset<'c, C>(db: C) -> Result<(), DbErr>
+            where
+                C: IntoSchemaManagerConnection<'c>,
+            {
+                let session = Session::lock(db).await?;
+                let outcome = Unlocked::<Self>::reset(session.transaction()).await;
+                session.end(outcome).await
+            }
 
-    async fn refresh<'c, C>(db: C) -> Result<(), DbErr>
-    where
-        C: IntoSchemaManagerConnection<'c>,
-    {
-        let session = Session::lock(db).await?;
-        let outcome = Unlocked::refresh(session.transaction()).await;
-        session.end(outcome).await
-    }
+            async fn refresh<'c, C>(db: C) -> Result<(), DbErr>
+            where
+                C: IntoSchemaManagerConnection<'c>,
+            {
+                let session = Session::lock(db).await?;
+                let outcome = Unlocked::<Self>::refresh(session.transaction()).await;
+                session.end(outcome).await
+            }
+        }
+    };
 }
 
-/// What SeaORM's migrator does with our list: nothing there keeps two processes apart.
-struct Unlocked;
+migrator! {
+    /// Runs the migrations of the outbox with a history table of its own, `outbox_migrations`.
+    ///
+    /// `up`, `down`, `reset`, `refresh` take a lock first: other processes that migrate at the same time
+    /// wait (at most a minute on PostgreSQL, MySQL and MariaDB, for the pool's busy timeout on SQLite) and
+    /// then find the work done. On MySQL and MariaDB a call opens one connection besides those of the pool.
+    ///
+    /// On PostgreSQL and SQLite everything one call does happens in one transaction: it is done whole or
+    /// not at all. MySQL and MariaDB commit each change of a table by itself, and with it whatever the
+    /// transaction of the caller has done until then; a call that was cut off is made good by the next one.
+    ///
+    /// `fresh` is SeaORM's own: it drops **every** table of the database, the application's included.
+    Migrator, "outbox_migrations", crate::migrations
+}
 
-impl MigratorTrait for Unlocked {
+migrator! {
+    /// Runs the [`notifying`](crate::notifying) migrations, after those of [`Migrator`] and in the same way, with a
+    /// history table of its own, `outbox_notifying_migrations`.
+    NotifyingMigrator, "outbox_notifying_migrations", crate::notifying
+}
+
+/// What SeaORM's migrator does with a list: nothing there keeps two processes apart.
+struct Unlocked<M>(PhantomData<M>);
+
+impl<M: MigratorTrait> MigratorTrait for Unlocked<M> {
     fn migrations() -> Vec<Box<dyn MigrationTrait>> {
-        crate::migrations()
+        M::migrations()
     }
 
     fn migration_table_name() -> DynIden {
-        "outbox_migrations".into_iden()
+        M::migration_table_name()
     }
 }
 

@@ -9,20 +9,24 @@ use std::{
 };
 
 use libtest_mimic::Trial;
-use sea_orm::{DatabaseConnection, DbErr, TransactionError, TransactionTrait};
+use sea_orm::{
+    ConnectionTrait, DatabaseConnection, DbBackend, DbErr, Statement, TransactionError, TransactionTrait,
+};
 use sea_orm_outbox::{
-    EnqueueError, NewMessage, Outbox, Relay, RelayBuilder, Waker, entity::Status,
+    EnqueueError, NewMessage, Outbox, Relay, RelayBuilder, Waker,
+    entity::Status,
+    migration::{MigratorTrait, NotifyingMigrator},
     publisher::RecordingPublisher,
 };
 use tokio::time::Instant;
 
 use crate::support::{
-    TestDatabase, eventually, on_each_database,
+    Kind, TestDatabase, eventually, on_database, on_each_database,
     rows::{count, enqueue, rows},
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
-    [
+    let mut tests: Vec<Trial> = [
         on_each_database("wake::a_commit_wakes_a_relay_and_a_rollback_does_not", commit),
         on_each_database("wake::the_handle_wakes_its_relay", handle),
         on_each_database("wake::of_fifty_idle_relays_one_looks", fifty),
@@ -30,7 +34,15 @@ pub(crate) fn tests() -> Vec<Trial> {
     ]
     .into_iter()
     .flatten()
-    .collect()
+    .collect();
+    for kind in [Kind::Postgres, Kind::OldestPostgres] {
+        tests.push(on_database(
+            kind,
+            "wake::a_commit_of_another_process_wakes_one_of_those_that_listen",
+            listens,
+        ));
+    }
+    tests
 }
 
 /// A relay that would not look again while a test lasts.
@@ -177,4 +189,59 @@ async fn backlog(database: TestDatabase) {
         helped += usize::from(relay.shutdown().await.unwrap().sent > 0);
     }
     assert!(helped > 1, "the others were woken");
+}
+
+/// Messages are committed by another process, as far as the relay knows.
+async fn listens(database: TestDatabase) {
+    NotifyingMigrator::up(&database.db, None).await.unwrap();
+    let other = database.connect_again().await;
+    let (db, claims) = counting(&database).await;
+    let waker = Waker::listening(&db).unwrap();
+    let relays: Vec<_> =
+        (0..5).map(|_| sleepy(&db, Arc::default()).waker(waker.clone()).build().unwrap().spawn()).collect();
+    drop(waker);
+    let sent = async |expected: usize| {
+        eventually(&format!("{expected} messages to be sent"), || async {
+            (count(&other, Status::Sent).await == expected).then_some(())
+        })
+        .await;
+    };
+    for round in 1..=3 {
+        until_idle(&claims).await;
+        enqueue(&other, "t", 1).await;
+        sent(round).await;
+    }
+    // A rollback tells nobody.
+    let looks = until_idle(&claims).await;
+    let txn = other.begin().await.unwrap();
+    Outbox::new().enqueue(&txn, message()).await.unwrap();
+    txn.rollback().await.unwrap();
+    assert_eq!(until_idle(&claims).await, looks);
+    // Many statements of one transaction are one notification.
+    let txn = other.begin().await.unwrap();
+    for _ in 0..100 {
+        Outbox::new().enqueue(&txn, message()).await.unwrap();
+    }
+    txn.commit().await.unwrap();
+    sent(103).await;
+    let looks = until_idle(&claims).await - looks;
+    assert!(looks <= 3, "{looks} looks for one transaction");
+
+    // The connection is cut; what is committed meanwhile is found as well.
+    let listener = "FROM pg_stat_activity WHERE query LIKE 'LISTEN %' AND datname = current_database()";
+    for lost in [104, 105] {
+        let cut = format!("SELECT pg_terminate_backend(pid) {listener}");
+        let cut = other.query_all_raw(Statement::from_string(DbBackend::Postgres, cut)).await.unwrap();
+        assert_eq!(cut.len(), 1, "one connection listens for five relays");
+        enqueue(&other, "t", 1).await;
+        sent(lost).await;
+    }
+    for relay in relays {
+        relay.shutdown().await.unwrap();
+    }
+    eventually("the listener to go with the last relay", || async {
+        let list = Statement::from_string(DbBackend::Postgres, format!("SELECT pid {listener}"));
+        other.query_all_raw(list).await.unwrap().is_empty().then_some(())
+    })
+    .await;
 }
