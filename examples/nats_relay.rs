@@ -18,11 +18,11 @@ use clap::{Parser, ValueEnum};
 use interrupt::Interrupt;
 use sea_orm::{ConnectOptions, Database, DatabaseConnection};
 use sea_orm_outbox::{
-    BehindFailed, ClaimStrategy, NatsPublisher, Ordering, Relay, RelayHandle,
+    BehindFailed, ClaimStrategy, NatsPublisher, Ordering, Relay, RelayHandle, Waker,
     lifecycle::RetryPolicy,
     store::{Store, StoreError},
 };
-use sea_orm_outbox_migration::{Migrator, MigratorTrait};
+use sea_orm_outbox_migration::{Migrator, MigratorTrait, NotifyingMigrator};
 
 /// Relays the messages of a SeaORM outbox to NATS.
 #[derive(Parser)]
@@ -73,6 +73,9 @@ struct Arguments {
     /// How often to look for messages when there are few
     #[arg(long, env = "RELAY_POLL_EVERY", default_value = "1s", value_parser = humantime::parse_duration)]
     poll_every: Duration,
+    /// Look as soon as messages are committed: PostgreSQL only, with a trigger that --migrate makes
+    #[arg(long, env = "RELAY_LISTEN")]
+    listen: bool,
     /// How often to look for claims whose lease is over
     #[arg(long, env = "RELAY_SWEEP_EVERY", default_value = "5s", value_parser = humantime::parse_duration)]
     sweep_every: Duration,
@@ -162,6 +165,10 @@ async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
             format!("the stream {stream} cannot be used: {error}; create it with `nats stream add {stream}`")
         })?;
     }
+    let waker = match arguments.listen {
+        true => Waker::listening(&db).map_err(|error| format!("--listen: {error}"))?,
+        false => Waker::new(),
+    };
     let relays: Vec<Relay<NatsPublisher>> = (1..=arguments.workers)
         .map(|worker| {
             let publisher = match (&arguments.stream, arguments.core) {
@@ -169,12 +176,16 @@ async fn start(arguments: &Arguments) -> Result<Vec<RelayHandle>, String> {
                 (None, _) => NatsPublisher::jetstream(client.clone()),
                 (Some(stream), _) => NatsPublisher::jetstream(client.clone()).with_expected_stream(stream),
             };
-            relay(arguments, worker, &db, publisher)
+            relay(arguments, worker, &db, &waker, publisher)
         })
         .collect::<Result<_, String>>()?;
     // Nothing is changed before all else is known to be right.
     if arguments.migrate {
-        Migrator::up(&db, None).await.map_err(|error| format!("the migration failed: {error}"))?;
+        let failed = |error| format!("the migration failed: {error}");
+        Migrator::up(&db, None).await.map_err(failed)?;
+        if arguments.listen {
+            NotifyingMigrator::up(&db, None).await.map_err(failed)?;
+        }
     }
     let store = Store::new(db).and_then(|store| store.with_ordering(arguments.ordering()));
     store.map_err(|error| error.to_string())?.check_table().await.map_err(|error| match error {
@@ -190,12 +201,14 @@ fn relay(
     arguments: &Arguments,
     worker: u16,
     db: &DatabaseConnection,
+    waker: &Waker,
     publisher: NatsPublisher,
 ) -> Result<Relay<NatsPublisher>, String> {
     // The server's answer has to come before the relay gives up, so that an outage is known as one.
     let publisher = publisher.with_ack_timeout(arguments.publish_timeout.mul_f64(0.8));
     let mut builder = Relay::builder(db.clone(), publisher)
         .ordering(arguments.ordering())
+        .waker(waker.clone())
         .batch_size(arguments.batch_size)
         .max_in_flight(arguments.max_in_flight)
         .lease(arguments.lease)

@@ -43,4 +43,6 @@ pub use relay::{ConfigError, Relay, RelayBuilder, RelayError, RelayHandle, Repor
 pub use sea_orm_outbox_entity as entity;
 pub use store::{BehindFailed, ClaimStrategy, Ordering, OutboxTable};
 pub use versioned::{Versioned, VersionedError, VersionedExt};
+#[cfg(feature = "postgres")]
+pub use wake::ListenError;
 pub use wake::Waker;

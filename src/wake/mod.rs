@@ -11,9 +11,6 @@ use tokio::sync::Notify;
 #[cfg(feature = "postgres")]
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-#[cfg(feature = "postgres")]
-use crate::store::StoreError;
-
 /// Wakes one of the relays that it was given to, of this process, so that a message need not wait for the next look at
 /// the queue ([`RelayBuilder::poll_every`](crate::RelayBuilder::poll_every)).
 ///
@@ -26,6 +23,12 @@ use crate::store::StoreError;
 /// It is never the only way to be found: relays go on looking by themselves.
 #[derive(Clone, Debug, Default)]
 pub struct Waker(Arc<Shared>);
+
+/// Only PostgreSQL tells of commits.
+#[cfg(feature = "postgres")]
+#[derive(Debug, thiserror::Error)]
+#[error("only PostgreSQL tells of commits, and this database is {0:?}")]
+pub struct ListenError(DbBackend);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -54,27 +57,27 @@ impl Waker {
     /// our own, said once in the log, and tried again every five minutes.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`] when the database is not PostgreSQL.
+    /// [`ListenError`] when the database is not PostgreSQL.
     ///
     /// # Panics
     /// Outside a Tokio runtime.
     #[cfg(feature = "postgres")]
-    pub fn listening(db: &DatabaseConnection) -> Result<Self, StoreError> {
+    pub fn listening(db: &DatabaseConnection) -> Result<Self, ListenError> {
         Self::listening_to(db, "outbox_message")
     }
 
     /// The same for a channel that is notified for an application's own table.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`] when the database is not PostgreSQL.
+    /// [`ListenError`] when the database is not PostgreSQL.
     ///
     /// # Panics
     /// Outside a Tokio runtime.
     #[cfg(feature = "postgres")]
-    pub fn listening_to(db: &DatabaseConnection, channel: &str) -> Result<Self, StoreError> {
+    pub fn listening_to(db: &DatabaseConnection, channel: &str) -> Result<Self, ListenError> {
         let backend = db.get_database_backend();
         if backend != DbBackend::Postgres {
-            return Err(StoreError::Unsupported(format!("LISTEN on {backend:?}")));
+            return Err(ListenError(backend));
         }
         let token = CancellationToken::new();
         let shared = Shared { notify: Notify::new(), _listener: Some(token.clone().drop_guard()) };
