@@ -4,7 +4,7 @@ use std::{fmt, time::Duration};
 
 use sea_orm::DatabaseConnection;
 
-use super::Relay;
+use super::{Relay, health::Vitals};
 use crate::{
     Waker,
     lifecycle::RetryPolicy,
@@ -229,7 +229,7 @@ impl<P: Publisher> RelayBuilder<P> {
         let store = Store::with_roles(db, roles)?
             .with_ordering(settings.ordering)?
             .with_statement_timeout(statement_timeout);
-        Ok(Relay { store, publisher, settings, waker })
+        Ok(Relay { store, publisher, settings, waker, vitals: Vitals::new() })
     }
 }
 

@@ -7,7 +7,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::{Shared, gate::Passage, jittered, pace, report::add, walk::Walk};
+use super::{Shared, gate::Passage, health::Duty, jittered, pace, report::add, walk::Walk};
 use crate::{
     publisher::Publisher,
     store::{
@@ -171,6 +171,7 @@ impl<P: Publisher> Claimer<P> {
                     tracing::warn!(%error, "cannot claim; the relay waits for the database");
                 }
                 self.failures = self.failures.saturating_add(1);
+                self.shared.vitals.note(Duty::Claim, false);
                 if self.unanswered.len() < MOST_UNANSWERED {
                     self.unanswered.push(claimed_by);
                 }
@@ -181,6 +182,7 @@ impl<P: Publisher> Claimer<P> {
         self.rows = self.rows.saturating_mul(2).min(settings.batch_size);
         if self.failures > 0 {
             tracing::info!("the database answers again; the relay goes on");
+            self.shared.vitals.note(Duty::Claim, true);
             self.failures = 0;
         }
         let won = claimed.claims.len() + claimed.unreadable.len();
@@ -257,6 +259,7 @@ impl<P: Publisher> Claimer<P> {
 
     /// Waits until the broker is there and a batch can be held; `None` when told to stop first.
     async fn passage(&self) -> Option<Passage> {
+        self.unless_stopped(self.shared.vitals.resumed()).await?;
         if !self.room().await {
             return None;
         }

@@ -1,13 +1,16 @@
 //! Whether the broker is there: an outage pauses the relay and costs no attempts.
 
 use std::{
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use tokio::time::{Instant, sleep};
 
-use super::pace;
+use super::{
+    health::{Duty, Vitals},
+    pace,
+};
 use crate::publisher::Publisher;
 
 /// How often a connection that is down is looked at again. No query and no request: a look at a flag.
@@ -15,9 +18,10 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Open while the broker acknowledges. Closed from the first publish that says it is away until one is
 /// acknowledged again; meanwhile one message at a time tries.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Gate {
     outage: Mutex<Option<Outage>>,
+    vitals: Arc<Vitals>,
 }
 
 #[derive(Debug)]
@@ -37,12 +41,17 @@ pub(super) enum Passage {
 }
 
 impl Gate {
+    pub(super) fn new(vitals: Arc<Vitals>) -> Self {
+        Self { outage: Mutex::default(), vitals }
+    }
+
     /// A publish found the broker away.
     pub(super) fn close(&self, reason: &str) {
         let now = Instant::now();
         let mut outage = self.lock();
         let outage = outage.get_or_insert_with(|| {
             tracing::warn!(reason, "the broker is away; the relay pauses");
+            self.vitals.note(Duty::Publish, false);
             Outage { since: now, failures: 0, try_again: now }
         });
         // Those that were in flight together fail together, and count as one.
@@ -56,6 +65,7 @@ impl Gate {
     pub(super) fn open(&self) {
         if let Some(outage) = self.lock().take() {
             tracing::info!(after = ?outage.since.elapsed(), "the broker is back; the relay goes on");
+            self.vitals.note(Duty::Publish, true);
         }
     }
 

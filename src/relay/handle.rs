@@ -1,9 +1,11 @@
 //! A relay in the background.
 
+use std::sync::Arc;
+
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use super::{Relay, RelayError, Report};
+use super::{Health, Relay, RelayError, Report, health::Vitals};
 use crate::{Waker, publisher::Publisher};
 
 /// A relay that runs in the background. Dropping the handle tells it to stop, without waiting for it.
@@ -12,12 +14,13 @@ use crate::{Waker, publisher::Publisher};
 pub struct RelayHandle {
     stop: CancellationToken,
     waker: Waker,
+    vitals: Arc<Vitals>,
     ended: watch::Receiver<Option<Result<Report, RelayError>>>,
 }
 
 impl RelayHandle {
     pub(super) fn spawn<P: Publisher>(relay: Relay<P>) -> Self {
-        let (stop, waker) = (CancellationToken::new(), relay.waker.clone());
+        let (stop, waker, vitals) = (CancellationToken::new(), relay.waker.clone(), relay.vitals.clone());
         let (sender, ended) = watch::channel(None);
         let until = stop.clone();
         tokio::spawn(async move {
@@ -25,12 +28,29 @@ impl RelayHandle {
             // Nobody may be waiting any more.
             let _ = sender.send(Some(result));
         });
-        Self { stop, waker, ended }
+        Self { stop, waker, vitals, ended }
     }
 
     /// Has the relay, or another with the same [`Waker`], look for messages now. To be called after a commit.
     pub fn wake(&self) {
         self.waker.wake();
+    }
+
+    /// Lets the relay claim nothing more until it is [resumed](Self::resume). What it holds is published and settled,
+    /// leases are renewed, and stale claims swept.
+    pub fn pause(&self) {
+        self.vitals.pause(true);
+    }
+
+    /// Lets a paused relay go on.
+    pub fn resume(&self) {
+        self.vitals.pause(false);
+        self.waker.wake();
+    }
+
+    /// How the relay is doing.
+    pub fn health(&self) -> Health {
+        self.vitals.health()
     }
 
     /// Tells the relay to stop, waits until it has, and says what it did. May be called more than once, and

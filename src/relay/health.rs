@@ -34,7 +34,12 @@ impl Health {
     /// Whether nothing is wrong. A relay that is paused, or waits for the database or the broker, is not ready, and
     /// goes on by itself: restarting it helps nothing.
     pub fn is_ready(&self) -> bool {
-        self.running && !self.paused && self.database && self.broker && !self.sweep_is_late && !self.renewal_is_late
+        self.running
+            && !self.paused
+            && self.database
+            && self.broker
+            && !self.sweep_is_late
+            && !self.renewal_is_late
     }
 }
 

@@ -15,6 +15,7 @@ mod claimer;
 mod dispatcher;
 mod gate;
 mod handle;
+mod health;
 mod held;
 mod keys;
 mod report;
@@ -42,6 +43,7 @@ use tokio_util::sync::CancellationToken;
 
 pub use builder::{ConfigError, RelayBuilder};
 pub use handle::RelayHandle;
+pub use health::Health;
 pub use report::Report;
 
 use crate::{
@@ -52,6 +54,7 @@ use crate::{
 };
 use builder::Settings;
 use gate::Gate;
+use health::{Duty, Vitals};
 use held::Held;
 use report::Counters;
 use suspects::Suspects;
@@ -79,6 +82,7 @@ pub struct Relay<P> {
     publisher: P,
     settings: Settings,
     waker: Waker,
+    vitals: Arc<Vitals>,
 }
 
 /// Why a relay ended on its own. Losing the database or the broker is not among them: the relay waits.
@@ -110,6 +114,7 @@ struct Shared<P> {
     gate: Gate,
     suspects: Suspects,
     waker: Waker,
+    vitals: Arc<Vitals>,
     stop: CancellationToken,
     grace_ends: OnceLock<Instant>,
 }
@@ -173,8 +178,8 @@ impl<P: Publisher> Relay<P> {
     }
 
     async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
-        let Self { store, publisher, mut settings, waker } = self;
-        let Some((table, waited)) = wait_for_table(&store, &stop).await? else {
+        let Self { store, publisher, mut settings, waker, vitals } = self;
+        let Some((table, waited)) = wait_for_table(&store, &vitals, &stop).await? else {
             return Ok(Report::default());
         };
         for (status, rows) in &table.unknown_statuses {
@@ -191,13 +196,15 @@ impl<P: Publisher> Relay<P> {
             settings,
             counters: Counters::default(),
             held: Held::default(),
-            gate: Gate::default(),
+            gate: Gate::new(vitals.clone()),
             suspects: Suspects::default(),
             waker,
+            vitals,
             stop: stop.clone(),
             grace_ends: OnceLock::new(),
         });
 
+        shared.vitals.running(true);
         let mut tasks = JoinSet::new();
         tasks.spawn(claimer::run(shared.clone(), to_dispatcher, to_settler.clone()));
         tasks.spawn(dispatcher::run(shared.clone(), claims, to_settler));
@@ -213,6 +220,7 @@ impl<P: Publisher> Relay<P> {
                 failure.get_or_insert(RelayError::Task(Arc::new(error)));
             }
         }
+        shared.vitals.running(false);
         let report = shared.counters.report();
         tracing::info!(relay = shared.settings.name, %report, "relay stopped");
         failure.map_or(Ok(report), Err)
@@ -246,13 +254,17 @@ fn strategy(
 /// first.
 async fn wait_for_table(
     store: &Store,
+    vitals: &Vitals,
     stop: &CancellationToken,
 ) -> Result<Option<(TableReport, bool)>, RelayError> {
     for failures in 1.. {
         // Seen through even when told to stop: a statement that is given up costs the pool its connection, and with
         // it a database in memory.
         let error = match store.check_table().await {
-            Ok(table) => return Ok(Some((table, failures > 1))),
+            Ok(table) => {
+                vitals.note(Duty::Claim, true);
+                return Ok(Some((table, failures > 1)));
+            }
             Err(
                 error @ (StoreError::Table(_)
                 | StoreError::Schema { .. }
@@ -261,6 +273,7 @@ async fn wait_for_table(
             ) => return Err(RelayError::Table(Arc::new(error))),
             Err(error) => error,
         };
+        vitals.note(Duty::Claim, false);
         if failures == 1 {
             tracing::warn!(%error, "waiting for the database");
         }

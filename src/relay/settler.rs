@@ -10,7 +10,9 @@ use tokio::{
 };
 
 use super::{
-    Shared, pace,
+    Shared,
+    health::Duty,
+    pace,
     report::add,
     settle::{Settled, settle},
 };
@@ -107,9 +109,9 @@ impl<P: Publisher> Settler<P> {
         held.remove(&done.map(Settlement::fence).collect::<Vec<_>>());
         if let Some((error, rest)) = failed {
             self.batch.extend(rest);
-            return self.failed(&error);
+            return self.failed(Duty::Settle, &error);
         }
-        self.answered();
+        self.answered(Duty::Settle);
         if !self.batch.is_empty() {
             self.write_at = Some(Instant::now());
         }
@@ -127,7 +129,7 @@ impl<P: Publisher> Settler<P> {
             Err(error) => {
                 // Sooner than usual: the leases are running out.
                 self.renew_at = Instant::now() + half / 2;
-                return self.failed(&error);
+                return self.failed(Duty::Renew, &error);
             }
         };
         self.shared.held.renewed(&held, before + settings.lease);
@@ -139,10 +141,10 @@ impl<P: Publisher> Settler<P> {
             tracing::debug!(rows = gone.len(), "lost: the leases were over and somebody else has the rows");
             self.shared.held.remove(&gone);
         }
-        self.answered();
+        self.answered(Duty::Renew);
     }
 
-    fn failed(&mut self, error: &StoreError) {
+    fn failed(&mut self, duty: Duty, error: &StoreError) {
         let pause = if let StoreError::Contention(error) = error {
             // Such things happen between transactions; it is no failure of the database.
             tracing::debug!(%error, "cannot settle now");
@@ -152,6 +154,7 @@ impl<P: Publisher> Settler<P> {
                 tracing::warn!(%error, "cannot settle; the relay waits for the database");
             }
             self.failures = self.failures.saturating_add(1);
+            self.shared.vitals.note(duty, false);
             self.pause()
         };
         if !self.batch.is_empty() {
@@ -165,7 +168,8 @@ impl<P: Publisher> Settler<P> {
         pace().delay(self.failures, fastrand::f64())
     }
 
-    fn answered(&mut self) {
+    fn answered(&mut self, duty: Duty) {
+        self.shared.vitals.note(duty, true);
         if self.failures > 0 {
             tracing::info!("the database answers again; settlements are written");
             self.failures = 0;

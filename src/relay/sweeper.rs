@@ -23,7 +23,9 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, after: Duration) {
     let mut position = None;
     let mut failed = false;
     // Somewhere within the first interval, so that relays which started together do not sweep together.
+    let intervals = shared.settings.sweep_every * 3;
     let mut pause = after + shared.settings.sweep_every.mul_f64(fastrand::f64());
+    shared.vitals.swept(true, after + intervals);
     while shared.stop.run_until_cancelled(sleep(pause)).await.is_some() {
         pause = jittered(shared.settings.sweep_every);
         match sweep(&shared, &mut position).await {
@@ -32,6 +34,7 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, after: Duration) {
                     tracing::info!("the sweep works again");
                 }
                 failed = false;
+                shared.vitals.swept(true, intervals);
                 if swept > 0 {
                     tracing::info!(rows = swept, "swept stale claims");
                 }
@@ -45,6 +48,7 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, after: Duration) {
                 failed = true;
                 // Owners could not renew their leases while the database was away: let them first.
                 pause = pause.max(shared.settings.lease);
+                shared.vitals.swept(false, pause + intervals);
             }
         }
     }

@@ -7,6 +7,7 @@
 mod claim;
 mod crash;
 mod enqueue;
+mod health;
 mod lifecycle;
 mod migration;
 mod nats;
@@ -30,6 +31,7 @@ fn main() {
         claim::tests(),
         lifecycle::tests(),
         relay::tests(),
+        health::tests(),
         nats::tests(),
         outage::tests(),
         crash::tests(),
