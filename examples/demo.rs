@@ -87,7 +87,10 @@ async fn run(database_url: &str, nats_url: &str) -> Result<()> {
     orders::create_table(&db).await?;
     let context = jetstream::new(async_nats::connect(nats_url).await?);
     let subjects = vec!["orders.>".to_owned()];
-    context.create_stream(stream::Config { name: STREAM.to_owned(), subjects, ..Default::default() }).await?;
+    // Repeats are dropped for as long as they can come.
+    let duplicate_window = Duration::from_secs(300);
+    let config = stream::Config { name: STREAM.to_owned(), subjects, duplicate_window, ..Default::default() };
+    context.create_stream(config).await?;
 
     println!("starting three relays as processes of their own");
     let relay = |name: &str| relay(name, database_url, nats_url);

@@ -39,7 +39,9 @@ pub use outbox::{EnqueueError, Enqueued, Outbox};
 #[cfg(feature = "nats")]
 pub use publisher::NatsPublisher;
 pub use publisher::{Ack, PublishError, PublishErrorKind, Publisher};
-pub use relay::{ConfigError, Health, Relay, RelayBuilder, RelayError, RelayHandle, Report};
+pub use relay::{
+    ConfigError, DestinationCheck, Health, Relay, RelayBuilder, RelayError, RelayHandle, Report,
+};
 pub use sea_orm_outbox_entity as entity;
 pub use store::{BehindFailed, ClaimStrategy, Ordering, OutboxTable};
 pub use versioned::{Versioned, VersionedError, VersionedExt};

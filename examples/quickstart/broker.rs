@@ -127,6 +127,8 @@ impl Broker {
         let config = stream::Config {
             name: name.to_uppercase(),
             subjects: vec![format!("{name}.>")],
+            // Repeats are dropped for as long as they can come.
+            duplicate_window: Duration::from_secs(300),
             ..Default::default()
         };
         context

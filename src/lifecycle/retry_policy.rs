@@ -97,6 +97,12 @@ impl RetryPolicy {
         Duration::try_from_secs_f64(doubled.as_secs_f64() * kept).map_or(doubled, |delay| delay.min(doubled))
     }
 
+    /// The longest time from the first attempt to the last, when each takes so long to be known as failed.
+    pub(crate) fn longest(&self, attempt: Duration) -> Duration {
+        let backoffs = (1..self.max_attempts).map(|attempts| self.delay(attempts, 0.0));
+        backoffs.fold(attempt.saturating_mul(self.max_attempts), Duration::saturating_add)
+    }
+
     /// The first setting that makes no sense, with its value and what it must be.
     pub(crate) fn fault(&self) -> Option<(&'static str, String, &'static str)> {
         const YEAR: Duration = Duration::from_secs(365 * 24 * 60 * 60);

@@ -6,7 +6,7 @@ mod nats;
 #[cfg(feature = "testing")]
 mod recording;
 
-use std::{future::Future, sync::Arc};
+use std::{future::Future, sync::Arc, time::Duration};
 
 pub use error::{PublishError, PublishErrorKind};
 #[cfg(feature = "nats")]
@@ -47,6 +47,22 @@ pub trait Publisher: Send + Sync + 'static {
     fn is_connected(&self) -> bool {
         true
     }
+
+    /// Looks whether the destinations of these topics are what the promises rest on: they exist, they acknowledge, and
+    /// they drop repeats that come within `repeats_within` of the first copy. Each fault says what to do.
+    ///
+    /// The relay asks when it starts. The default finds no fault.
+    ///
+    /// # Errors
+    /// When it cannot be found out now.
+    fn check(
+        &self,
+        topics: &[String],
+        repeats_within: Duration,
+    ) -> impl Future<Output = Result<Vec<String>, PublishError>> + Send {
+        let _ = (topics, repeats_within);
+        async { Ok(Vec::new()) }
+    }
 }
 
 /// A publisher that several relays share.
@@ -57,6 +73,14 @@ impl<P: Publisher> Publisher for Arc<P> {
 
     fn is_connected(&self) -> bool {
         (**self).is_connected()
+    }
+
+    fn check(
+        &self,
+        topics: &[String],
+        repeats_within: Duration,
+    ) -> impl Future<Output = Result<Vec<String>, PublishError>> + Send {
+        (**self).check(topics, repeats_within)
     }
 }
 

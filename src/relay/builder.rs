@@ -4,7 +4,7 @@ use std::{fmt, time::Duration};
 
 use sea_orm::DatabaseConnection;
 
-use super::{Relay, health::Vitals};
+use super::{DestinationCheck, Relay, health::Vitals};
 use crate::{
     Waker,
     lifecycle::RetryPolicy,
@@ -30,6 +30,7 @@ pub(super) struct Settings {
     pub(super) rest: Duration,
     pub(super) grace: Duration,
     pub(super) retry: RetryPolicy,
+    pub(super) destination: DestinationCheck,
 }
 
 impl Settings {
@@ -109,6 +110,7 @@ impl<P: Publisher> RelayBuilder<P> {
             rest: Duration::from_secs(30),
             grace: Duration::from_secs(10),
             retry: RetryPolicy::default(),
+            destination: DestinationCheck::default(),
         };
         let (roles, statement_timeout, waker) = (Roles::default(), Duration::from_secs(10), Waker::default());
         Self { db, roles, publisher, statement_timeout, settings, waker }
@@ -216,6 +218,13 @@ impl<P: Publisher> RelayBuilder<P> {
     /// How often a message is tried, and after what delays. Default: 5 attempts, 1 s doubling to 5 min.
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.settings.retry = policy;
+        self
+    }
+
+    /// What to do when the destination is found not to be set up as the promises ask for. Default:
+    /// [`DestinationCheck::Warn`].
+    pub fn destination_check(mut self, check: DestinationCheck) -> Self {
+        self.settings.destination = check;
         self
     }
 

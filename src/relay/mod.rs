@@ -12,6 +12,7 @@
 
 mod builder;
 mod claimer;
+mod destination;
 mod dispatcher;
 mod gate;
 mod handle;
@@ -42,6 +43,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 pub use builder::{ConfigError, RelayBuilder};
+pub use destination::DestinationCheck;
 pub use handle::RelayHandle;
 pub use health::Health;
 pub use report::Report;
@@ -96,6 +98,9 @@ pub enum RelayError {
     /// the server does not have it.
     #[error("the server has no SKIP LOCKED: set the strategy Optimistic, and no order per key")]
     NoSkipLocked,
+    /// The destination is not set up as the promises ask for, and [`DestinationCheck::Refuse`] was set.
+    #[error("the destination is not set up as the promises ask for: {}", .0.join("; "))]
+    Destination(Arc<[String]>),
     /// A task of the relay panicked: a bug. Rows it held go back with the sweep.
     #[error("a task of the relay ended unexpectedly: {0}")]
     Task(Arc<JoinError>),
@@ -169,6 +174,14 @@ impl<P: Publisher> Relay<P> {
         relay.await
     }
 
+    /// What is wrong with the destination, as it is looked at when the relay starts, each fault with what to do.
+    ///
+    /// # Errors
+    /// When the database or the broker does not say.
+    pub async fn check_destination(&self) -> Result<Vec<String>, String> {
+        destination::faults(&self.store, &self.publisher, &self.settings).await
+    }
+
     /// Relays in the background, on the current Tokio runtime.
     ///
     /// # Panics
@@ -186,6 +199,13 @@ impl<P: Publisher> Relay<P> {
             tracing::warn!(status, rows, "rows have a status that means nothing: no relay touches them");
         }
         settings.strategy = Some(strategy(settings.strategy, settings.ordering, &table)?);
+        if settings.destination == DestinationCheck::Refuse {
+            match refuse(&store, &publisher, &settings, &vitals, &stop).await {
+                Ok(true) => {}
+                Ok(false) => return Ok(Report::default()),
+                Err(error) => return Err(error),
+            }
+        }
         tracing::info!(relay = settings.name, "relay started");
         let (to_dispatcher, claims) = mpsc::channel(settings.queued_batches);
         // Room for every row that can be held, so that no outcome of a publish ever waits for the settler.
@@ -212,6 +232,9 @@ impl<P: Publisher> Relay<P> {
         // Owners could not renew their leases while the database was away: let them first.
         let sweep_after = if waited { shared.settings.lease } else { Duration::ZERO };
         tasks.spawn(sweeper::run(shared.clone(), sweep_after));
+        if shared.settings.destination == DestinationCheck::Warn {
+            tasks.spawn(destination::warn(shared.clone()));
+        }
         let mut failure = None;
         while let Some(ended) = tasks.join_next().await {
             if let Err(error) = ended {
@@ -231,6 +254,35 @@ impl<P> fmt::Debug for Relay<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Relay").field("settings", &self.settings).finish_non_exhaustive()
     }
+}
+
+/// Waits until the broker has said what is wrong with the destination, which is an error; `false` when told to stop
+/// first.
+async fn refuse<P: Publisher>(
+    store: &Store,
+    publisher: &P,
+    settings: &Settings,
+    vitals: &Vitals,
+    stop: &CancellationToken,
+) -> Result<bool, RelayError> {
+    for failures in 1.. {
+        match destination::faults(store, publisher, settings).await {
+            Ok(faults) if faults.is_empty() => break,
+            Ok(faults) => return Err(RelayError::Destination(faults.into())),
+            Err(error) => {
+                if failures == 1 {
+                    tracing::warn!(error, "waiting until the destination can be looked at");
+                }
+                vitals.note(Duty::Publish, false);
+            }
+        }
+        let pause = sleep(pace().delay(failures, fastrand::f64()));
+        if stop.run_until_cancelled(pause).await.is_none() {
+            return Ok(false);
+        }
+    }
+    vitals.note(Duty::Publish, true);
+    Ok(true)
 }
 
 /// The strategy that was asked for, or the best that the server has.

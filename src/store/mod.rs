@@ -35,6 +35,7 @@ mod requeue;
 mod settle;
 mod stale;
 mod table;
+mod topics;
 
 use std::{future::Future, sync::Arc, time::Duration};
 

@@ -6,7 +6,8 @@ use async_nats::jetstream;
 use futures_util::StreamExt;
 use libtest_mimic::Trial;
 use sea_orm_outbox::{
-    Message, NatsPublisher, NewMessage, PublishErrorKind, Publisher, Relay, entity::Status,
+    DestinationCheck, Message, NatsPublisher, NewMessage, PublishErrorKind, Publisher, Relay, RelayError,
+    entity::Status,
 };
 
 use crate::support::{
@@ -29,7 +30,9 @@ pub(crate) fn tests() -> Vec<Trial> {
         test("nats::a_subject_that_would_be_stored_as_a_wildcard_is_refused", wildcard),
         test("nats::core_publishes_are_confirmed_by_a_round_trip", core),
         test("nats::a_server_that_is_gone_is_unavailable", gone),
+        test("nats::a_stream_is_made_or_found_as_good_and_never_changed", ensures),
     ];
+    tests.extend(on_each_database("nats::a_destination_that_breaks_the_promises_is_named", destination));
     tests.extend(on_each_database("nats::a_topic_goes_on_once_its_stream_exists", stream_comes_later));
     tests.push(on_database(
         Kind::Postgres,
@@ -279,4 +282,89 @@ async fn restart(database: TestDatabase) {
     let charged = rows(&database.db).await.iter().filter(|row| row.attempts > 1).count();
     assert!(charged <= 2, "{charged} messages were charged for an outage");
     server.remove().await;
+}
+
+/// A stream of a test without the settings that the others share.
+fn bare_stream(prefix: &str, duplicate_window: Duration) -> jetstream::stream::Config {
+    jetstream::stream::Config {
+        name: prefix.to_uppercase(),
+        subjects: vec![format!("{prefix}.>")],
+        duplicate_window,
+        ..Default::default()
+    }
+}
+
+async fn ensures() {
+    let client = connect(&servers::nats_url()).await;
+    let (publisher, context) = (NatsPublisher::jetstream(client.clone()), jetstream::new(client));
+    let prefix = unique("ensured");
+    let minute = bare_stream(&prefix, Duration::from_secs(60));
+    publisher.ensure_stream(minute.clone()).await.unwrap();
+    publisher.ensure_stream(minute.clone()).await.unwrap();
+    let longer = bare_stream(&prefix, Duration::from_secs(600));
+    let mut wider = minute.clone();
+    wider.subjects.push(format!("{prefix}-more.>"));
+    for (other, said) in [(longer, "drops repeats within 60s, not 600s"), (wider, "does not take")] {
+        let error = publisher.ensure_stream(other).await.unwrap_err();
+        assert_eq!(error.kind(), PublishErrorKind::Configuration);
+        assert!(
+            error.to_string().contains(said) && error.to_string().contains("nats stream edit"),
+            "{error}"
+        );
+    }
+    let config = context.get_stream(prefix.to_uppercase()).await.unwrap().cached_info().config.clone();
+    assert_eq!((config.subjects, config.duplicate_window), (minute.subjects, minute.duplicate_window));
+    context.delete_stream(prefix.to_uppercase()).await.unwrap();
+}
+
+/// What a relay says at its start, and that it does not start where it is to refuse.
+async fn destination(database: TestDatabase) {
+    let client = connect(&servers::nats_url()).await;
+    let context = jetstream::new(client.clone());
+    let prefix = unique("checked");
+    let topic = format!("{prefix}.x");
+    enqueue(&database.db, &topic, 2).await;
+    let relay = |publisher: NatsPublisher| {
+        let builder = Relay::builder(database.db.clone(), publisher).poll_every(Duration::from_millis(20));
+        builder.destination_check(DestinationCheck::Refuse).build().unwrap()
+    };
+    let publisher = || NatsPublisher::jetstream(client.clone());
+    let faults = async |publisher| relay(publisher).check_destination().await.unwrap().join("; ");
+
+    let said = faults(publisher()).await;
+    assert!(said.contains("no stream takes") && said.contains(&topic), "{said}");
+    let said = faults(publisher().with_expected_stream(prefix.to_uppercase())).await;
+    assert!(said.contains(&format!("nats stream add {}", prefix.to_uppercase())), "{said}");
+
+    let mut config = bare_stream(&prefix, Duration::from_secs(120));
+    context.create_stream(config.clone()).await.unwrap();
+    // Five times lease, sweep interval and publish timeout, and the backoffs: 5 × 40 s + 15 s.
+    let said = faults(publisher()).await;
+    assert!(
+        said.contains(&format!("nats stream edit {} --dupe-window 215s", prefix.to_uppercase())),
+        "{said}"
+    );
+    let said = faults(publisher().with_expected_stream("ANOTHER")).await;
+    assert!(said.contains("ANOTHER is expected"), "{said}");
+    let error = relay(publisher()).run(std::future::pending()).await.unwrap_err();
+    assert!(matches!(&error, RelayError::Destination(faults) if faults.len() == 1), "{error}");
+    assert_eq!(count(&database.db, Status::Pending).await, 2);
+
+    config.duplicate_window = Duration::from_secs(215);
+    context.update_stream(config.clone()).await.unwrap();
+    assert_eq!(faults(publisher()).await, "");
+    let handle = relay(publisher()).spawn();
+    eventually("the rows to be sent", || async {
+        (count(&database.db, Status::Sent).await == 2).then_some(())
+    })
+    .await;
+    handle.shutdown().await.unwrap();
+    context.delete_stream(prefix.to_uppercase()).await.unwrap();
+
+    config.no_ack = true;
+    enqueue(&database.db, &topic, 1).await;
+    context.create_stream(config).await.unwrap();
+    let said = faults(publisher()).await;
+    assert!(said.contains("acknowledges nothing"), "{said}");
+    context.delete_stream(prefix.to_uppercase()).await.unwrap();
 }

@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use super::{
     DEFAULT_ACK_TIMEOUT,
     connection::{Before, Connection},
-    headers, subject,
+    headers, stream, subject,
 };
 use crate::{
     message::Message,
@@ -78,6 +78,18 @@ impl JetStream {
         }
     }
 
+    pub(super) async fn check(
+        &self,
+        topics: &[String],
+        repeats_within: Duration,
+    ) -> Result<Vec<String>, PublishError> {
+        stream::faults(&self.context, topics, self.expected_stream.as_deref(), repeats_within).await
+    }
+
+    pub(super) async fn ensure_stream(&self, config: jetstream::stream::Config) -> Result<(), PublishError> {
+        stream::ensure(&self.context, config).await
+    }
+
     async fn explain(
         &self,
         message: &Message,
@@ -122,7 +134,7 @@ impl JetStream {
                  moment, or these credentials may not publish there",
                 message.topic()
             )),
-            Stream::None => no_stream_takes(message.topic()),
+            Stream::None => PublishError::configuration(no_stream_takes(message.topic())),
             Stream::Silence(_) if !self.connection.held(before) => Connection::lost(WHAT),
             Stream::Silence(error) => {
                 PublishError::unavailable(format!("neither {WHAT} nor another answer came in time: {error}"))
@@ -136,7 +148,7 @@ impl JetStream {
             Stream::Known(stream) => {
                 PublishError::configuration(format!("the stream {stream} has no leader at the moment"))
             }
-            Stream::None => no_stream_takes(message.topic()),
+            Stream::None => PublishError::configuration(no_stream_takes(message.topic())),
             Stream::Silence(error) => PublishError::unavailable(format!(
                 "JetStream does not answer: {error}; is it switched on (`nats-server -js`)?"
             )),
@@ -192,11 +204,11 @@ enum Stream {
     Silence(String),
 }
 
-fn no_stream_takes(topic: &str) -> PublishError {
-    PublishError::configuration(format!(
+pub(super) fn no_stream_takes(topic: &str) -> String {
+    format!(
         "no stream takes the subject {topic:?}: create one, for example with \
          `nats stream add NAME --subjects '{topic}'`, or add the subject to an existing one"
-    ))
+    )
 }
 
 fn context(client: &Client, ack_timeout: Duration) -> jetstream::Context {

@@ -3,6 +3,7 @@
 mod connection;
 mod core;
 mod jetstream;
+mod stream;
 
 use std::{fmt, time::Duration};
 
@@ -73,11 +74,36 @@ impl NatsPublisher {
     }
 }
 
+impl NatsPublisher {
+    /// Creates a stream, unless there is one with its name that takes its subjects, acknowledges, and drops repeats
+    /// for at least as long. An existing stream is never changed. With core NATS it does nothing.
+    ///
+    /// # Errors
+    /// [`Configuration`](super::PublishErrorKind::Configuration) when the existing stream differs, with what to do, or
+    /// when the server refuses; [`Unavailable`](super::PublishErrorKind::Unavailable) when it does not answer.
+    pub async fn ensure_stream(
+        &self,
+        config: async_nats::jetstream::stream::Config,
+    ) -> Result<(), PublishError> {
+        match &self.0 {
+            Mode::JetStream(jetstream) => jetstream.ensure_stream(config).await,
+            Mode::Core(_) => Ok(()),
+        }
+    }
+}
+
 impl Publisher for NatsPublisher {
     async fn publish(&self, message: &Message) -> Result<Ack, PublishError> {
         match &self.0 {
             Mode::JetStream(jetstream) => jetstream.publish(message).await,
             Mode::Core(core) => core.publish(message).await,
+        }
+    }
+
+    async fn check(&self, topics: &[String], repeats_within: Duration) -> Result<Vec<String>, PublishError> {
+        match &self.0 {
+            Mode::JetStream(jetstream) => jetstream.check(topics, repeats_within).await,
+            Mode::Core(_) => Ok(Vec::new()),
         }
     }
 

@@ -43,6 +43,8 @@ impl TestStream {
             .create_stream(stream::Config {
                 name: name.clone(),
                 subjects: vec![format!("{prefix}.>")],
+                // Longer than repeats can come.
+                duplicate_window: Duration::from_secs(3_600),
                 ..Default::default()
             })
             .await

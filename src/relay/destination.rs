@@ -1,0 +1,69 @@
+//! Whether the destination is what the promises rest on, looked at when a relay starts.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::time::{sleep, timeout};
+
+use super::{Shared, builder::Settings, pace};
+use crate::{
+    publisher::{PublishError, Publisher},
+    store::Store,
+};
+
+/// What a relay does when it finds at its start that the destination is not set up as the promises ask for: no stream
+/// takes a subject in use, or repeats would not be dropped for as long as they can come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DestinationCheck {
+    /// It warns, with what to do, and goes on. The default.
+    #[default]
+    Warn,
+    /// It does not start, and [`RelayError::Destination`](crate::RelayError::Destination) says why.
+    Refuse,
+    /// It does not look.
+    Skip,
+}
+
+/// How many topics of waiting messages are looked at.
+const TOPICS: u64 = 100;
+
+/// How long the broker may take to say what it has.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// What is wrong, or that it cannot be found out now.
+pub(super) async fn faults<P: Publisher>(
+    store: &Store,
+    publisher: &P,
+    settings: &Settings,
+) -> Result<Vec<String>, String> {
+    let topics = store.topics(TOPICS).await.map_err(|error| error.to_string())?;
+    let attempt = settings.lease + settings.sweep_every + settings.publish_timeout;
+    let asked = timeout(LIMIT, publisher.check(&topics, settings.retry.longest(attempt))).await;
+    let answer =
+        asked.unwrap_or_else(|_| Err(PublishError::unavailable(format!("no answer within {LIMIT:?}"))));
+    answer.map_err(|error| error.to_string())
+}
+
+/// How often the broker is asked that is there and does not say.
+const TRIES: u32 = 5;
+
+/// Looks when the broker is there, and warns.
+pub(super) async fn warn<P: Publisher>(shared: Arc<Shared<P>>) {
+    let mut failures = 0;
+    while failures < TRIES {
+        failures += u32::from(shared.publisher.is_connected());
+        match faults(&shared.store, &shared.publisher, &shared.settings).await {
+            Ok(faults) => {
+                for fault in faults {
+                    tracing::warn!(fault, "the destination is not set up as the promises ask for");
+                }
+                return;
+            }
+            Err(error) if failures == TRIES => tracing::warn!(error, "the destination cannot be looked at"),
+            Err(error) => tracing::debug!(error, "the destination cannot be looked at now"),
+        }
+        if shared.stop.run_until_cancelled(sleep(pace().delay(failures, fastrand::f64()))).await.is_none() {
+            return;
+        }
+    }
+}
