@@ -111,7 +111,9 @@ impl Outbox {
 
     /// An outbox in an application's own table.
     ///
-    /// A message with something that the table has no column for (headers, an event type, …) is refused.
+    /// A message with something that the table has no column for (headers, an event type, …) is refused, except for
+    /// the content type, which is not kept, and the ordering key that was made from the aggregate. A JSON column keeps
+    /// the meaning of a payload, not its bytes.
     pub fn for_table<E: OutboxTable>() -> Self {
         Self { roles: Arc::new(Roles::of::<E>()), ..Self::default() }
     }
@@ -226,7 +228,7 @@ impl Outbox {
             validate(&message, delay, self.max_message_bytes)?;
             let id = message.id();
             if let Some(place) = places.get(&id) {
-                same_content(&message, &rows[*place].message)?;
+                same_content(&self.roles, &message, &rows[*place].message)?;
                 answers.push(Enqueued::Existing(id));
             } else {
                 places.insert(id, rows.len());
@@ -266,7 +268,7 @@ impl Outbox {
                     batch.iter().map(|row| (row.message.id(), &row.message)).collect();
                 for stored in store::stored(db, &self.roles, dialect, &conflicts).await? {
                     if let Some(given) = given.get(&stored.id()) {
-                        same_content(given, &stored)?;
+                        same_content(&self.roles, given, &stored)?;
                         conflicts.remove(&stored.id());
                         existing.insert(stored.id());
                     }
@@ -301,8 +303,11 @@ fn batches(mut rows: &[EnqueuedRow]) -> impl Iterator<Item = &[EnqueuedRow]> {
 }
 
 /// That two messages with the same id are one.
-fn same_content(given: &Message, stored: &Message) -> Result<(), EnqueueError> {
-    let id = given.id();
+fn same_content(roles: &Roles, given: &Message, stored: &Message) -> Result<(), EnqueueError> {
+    if given == stored {
+        return Ok(());
+    }
+    let (id, given, stored) = (given.id(), store::as_stored(roles, given), store::as_stored(roles, stored));
     let differs = [
         ("topic", given.topic != stored.topic),
         ("aggregate", given.aggregate != stored.aggregate),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use sea_orm::{ColumnType, DbErr, QueryResult};
+use sea_orm::{ColumnType, DbErr, QueryResult, TryGetError, TryGetable};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -11,7 +11,7 @@ use super::{
     claim::Trust,
     dialect::Dialect,
     fenced::output_id,
-    table::{Role, Table},
+    table::{Role, Roles, Table},
 };
 use crate::{
     lifecycle::{EXPIRED, Outcome, RetryPolicy, settle},
@@ -122,7 +122,13 @@ impl Claimed {
     pub(super) fn read(rows: &[QueryResult], table: &Table, trust: Trust) -> Result<Self, StoreError> {
         let mut claimed = Claimed { claims: Vec::with_capacity(rows.len()), ..Claimed::default() };
         for row in rows {
-            let fence = Fence::read(row, table)?;
+            let fence = match Fence::read(row, table) {
+                Ok(fence) => fence,
+                Err(error) => {
+                    tracing::error!(%error, "a row of {table:?} has no readable id and version: nobody can settle it");
+                    continue;
+                }
+            };
             // A time that cannot be read is no place to go on from.
             claimed.last = claimed.last.max(Position::read(row, 2, 0, table).ok());
             match Claim::read(row, fence, table, trust) {
@@ -191,27 +197,24 @@ const ORDERING_KEY: usize = 4;
 pub(super) fn message_columns(table: &Table, prefix: &str) -> String {
     let roles = &table.roles;
     let column = |role: &Role| format!("{prefix}{}", table.quoted(role));
-    let text = |role: &Option<Role>| match role {
-        Some(role) => column(role),
-        None => table.dialect.text("NULL"),
-    };
-    let headers = match &roles.headers {
-        Some(role) => table.dialect.text(&column(role)),
+    let text = |role: &Role| if role.is_text() { column(role) } else { table.dialect.text(&column(role)) };
+    let optional = |role: &Option<Role>| match role {
+        Some(role) => text(role),
         None => table.dialect.text("NULL"),
     };
     let payload = match &roles.payload {
         role if is_bytes(role) => column(role),
-        role => table.dialect.text(&column(role)),
+        role => text(role),
     };
     [
         column(&roles.message_id),
-        column(&roles.topic),
-        text(&roles.aggregate_type),
-        text(&roles.aggregate_id),
-        text(&roles.ordering_key),
-        text(&roles.event_type),
-        text(&roles.content_type),
-        headers,
+        text(&roles.topic),
+        optional(&roles.aggregate_type),
+        optional(&roles.aggregate_id),
+        optional(&roles.ordering_key),
+        optional(&roles.event_type),
+        optional(&roles.content_type),
+        optional(&roles.headers),
         payload,
     ]
     .join(", ")
@@ -219,23 +222,54 @@ pub(super) fn message_columns(table: &Table, prefix: &str) -> String {
 
 /// Reads a message from its columns, the first of which stands at `first`.
 pub(super) fn read_message(row: &QueryResult, first: usize, table: &Table) -> Result<Message, DbErr> {
-    let text = |place: usize| row.try_get_by_index::<Option<String>>(first + place);
-    let id: Uuid = row.try_get_by_index(first)?;
-    let payload = if is_bytes(&table.roles.payload) {
-        row.try_get_by_index::<Vec<u8>>(first + 8)?
+    let roles = &table.roles;
+    let text = |place: usize, role: &Option<Role>| match role {
+        Some(role) => get::<Option<String>>(row, first + place, role),
+        None => Ok(None),
+    };
+    let id: Uuid = get(row, first, &roles.message_id)?;
+    let payload = if is_bytes(&roles.payload) {
+        get::<Vec<u8>>(row, first + 8, &roles.payload)?
     } else {
-        row.try_get_by_index::<String>(first + 8)?.into_bytes()
+        get::<String>(row, first + 8, &roles.payload)?.into_bytes()
     };
     Ok(Message {
         id: id.into(),
-        topic: row.try_get_by_index(first + 1)?,
-        aggregate: text(2)?.zip(text(3)?),
-        ordering_key: text(ORDERING_KEY)?,
-        event_type: text(5)?,
-        content_type: text(6)?.unwrap_or_else(|| default_content_type(table).to_owned()),
-        headers: headers(text(7)?)?,
+        topic: get(row, first + 1, &roles.topic)?,
+        aggregate: text(2, &roles.aggregate_type)?.zip(text(3, &roles.aggregate_id)?),
+        ordering_key: text(ORDERING_KEY, &roles.ordering_key)?,
+        event_type: text(5, &roles.event_type)?,
+        content_type: text(6, &roles.content_type)?
+            .unwrap_or_else(|| default_content_type(roles).to_owned()),
+        headers: headers(text(7, &roles.headers)?)?,
         payload: payload.into(),
     })
+}
+
+/// The value of a column, or what is wrong with it, by its name.
+fn get<T: TryGetable>(row: &QueryResult, index: usize, role: &Role) -> Result<T, DbErr> {
+    T::try_get_by(row, index).map_err(|error| match error {
+        TryGetError::Null(_) => DbErr::Type(format!("{} is null", role.name)),
+        TryGetError::DbErr(error) => DbErr::Type(format!("{}: {}", role.name, reason(error))),
+    })
+}
+
+/// What of a message is found again when it is read from a table that has no column for the rest, and whose JSON is
+/// not kept byte for byte.
+pub(crate) fn as_stored(roles: &Roles, message: &Message) -> Message {
+    let mut message = message.clone();
+    if roles.content_type.is_none() {
+        message.content_type = default_content_type(roles).to_owned();
+    }
+    if roles.ordering_key.is_none() {
+        message.ordering_key = None;
+    }
+    if roles.payload.is_json()
+        && let Ok(json) = serde_json::from_slice::<serde_json::Value>(&message.payload)
+    {
+        message.payload = json.to_string().into();
+    }
+    message
 }
 
 fn is_bytes(role: &Role) -> bool {
@@ -245,11 +279,8 @@ fn is_bytes(role: &Role) -> bool {
     )
 }
 
-fn default_content_type(table: &Table) -> &'static str {
-    match table.roles.payload.column_type {
-        ColumnType::Json | ColumnType::JsonBinary => "application/json",
-        _ => "application/octet-stream",
-    }
+fn default_content_type(roles: &Roles) -> &'static str {
+    if roles.payload.is_json() { "application/json" } else { "application/octet-stream" }
 }
 
 fn headers(json: Option<String>) -> Result<BTreeMap<String, String>, DbErr> {

@@ -78,7 +78,8 @@ impl Dialect {
         match self {
             Self::Postgres => format!("({number})::bigint"),
             Self::MySql => format!("CAST({number} AS SIGNED)"),
-            Self::Sqlite => number.to_owned(),
+            // Where a table is not STRICT, a column may hold anything.
+            Self::Sqlite => format!("CAST({number} AS INTEGER)"),
         }
     }
 

@@ -9,12 +9,15 @@ use sea_orm::{
 use uuid::Uuid;
 
 use super::{
-    claim::{milliseconds, status_literal},
+    claim::milliseconds,
     claimed::{message_columns, read_message},
     dialect::Dialect,
-    table::{Role, Roles, Table},
+    table::{Role, Roles, Table, literal},
 };
-use crate::message::{Message, MessageId};
+use crate::{
+    lifecycle::Status,
+    message::{Message, MessageId},
+};
 
 /// A message and when it becomes due.
 pub(crate) struct EnqueuedRow {
@@ -117,10 +120,12 @@ fn statement(roles: &Roles, dialect: Dialect, rows: &[EnqueuedRow]) -> Result<In
         &roles.requeues,
     ];
     columns.extend(optional.into_iter().flatten());
+    // No database makes a UUID up unless it is told to.
+    let key = fills_key(roles).then_some(&roles.id);
+    columns.extend(key);
     columns.extend([&roles.status, &roles.version, &roles.attempts, &roles.available_at, &roles.payload]);
     statement.into_table(roles.table.clone()).columns(columns.iter().map(|role| role.iden()));
-    let table = Table::new(roles.clone(), dialect);
-    let pending = status_literal(&table, &table.pending);
+    let pending = literal(roles.status_text(Status::Pending));
     for row in rows {
         statement
             .values(values(roles, dialect, &pending, row)?)
@@ -161,7 +166,8 @@ fn values(
     match &roles.headers {
         Some(role) => {
             let headers = serde_json::to_vec(&message.headers);
-            values.push(content(role, "headers", &headers.map_err(|error| DbErr::Json(error.to_string()))?)?);
+            let headers = headers.map_err(|error| DbErr::Json(error.to_string()))?;
+            values.push(content(role, dialect, "headers", &headers)?);
         }
         None if message.headers.is_empty() => {}
         None => return Err(no_column(roles, "headers")),
@@ -169,31 +175,44 @@ fn values(
     if roles.requeues.is_some() {
         values.push(Expr::val(0));
     }
+    if fills_key(roles) {
+        values.push(Expr::val(Uuid::now_v7()));
+    }
     values.extend([
         Expr::cust(pending.to_owned()),
         Expr::val(0_i64),
         Expr::val(0),
         due(dialect, *delay),
-        content(&roles.payload, "payload", &message.payload)?,
+        content(&roles.payload, dialect, "payload", &message.payload)?,
     ]);
     Ok(values)
 }
 
+/// Whether the key is a UUID of its own.
+fn fills_key(roles: &Roles) -> bool {
+    roles.has_uuid_key() && roles.id.name != roles.message_id.name
+}
+
 /// Bytes, as the type of the column asks for them.
-fn content(role: &Role, what: &str, bytes: &[u8]) -> Result<SimpleExpr, DbErr> {
+fn content(role: &Role, dialect: Dialect, what: &str, bytes: &[u8]) -> Result<SimpleExpr, DbErr> {
     let refused =
         |error: &dyn std::fmt::Display| DbErr::Type(format!("the {what} does not fit its column: {error}"));
-    match role.column_type {
-        ColumnType::Json | ColumnType::JsonBinary => {
-            let json: serde_json::Value = serde_json::from_slice(bytes).map_err(|error| refused(&error))?;
-            Ok(Expr::val(json))
-        }
-        ColumnType::Char(_) | ColumnType::String(_) | ColumnType::Text => {
-            let text = std::str::from_utf8(bytes).map_err(|error| refused(&error))?;
-            Ok(Expr::val(text))
-        }
-        _ => Ok(Expr::val(bytes.to_vec())),
+    if !role.is_json() && !role.is_text() {
+        return Ok(Expr::val(bytes.to_vec()));
     }
+    let text = std::str::from_utf8(bytes).map_err(|error| refused(&error))?;
+    if role.is_text() {
+        return Ok(Expr::val(text));
+    }
+    serde_json::from_str::<serde::de::IgnoredAny>(text).map_err(|error| refused(&error))?;
+    // As a text, which keeps numbers that are too long for those of Rust.
+    Ok(match dialect {
+        Dialect::Postgres if matches!(role.column_type, ColumnType::Json) => {
+            Expr::cust_with_values("$1::json", [text])
+        }
+        Dialect::Postgres => Expr::cust_with_values("$1::jsonb", [text]),
+        Dialect::MySql | Dialect::Sqlite => Expr::val(text),
+    })
 }
 
 fn no_column(roles: &Roles, what: &str) -> DbErr {

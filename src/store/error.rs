@@ -44,7 +44,7 @@ pub enum StoreError {
     /// The table, a column or the right to use it is missing.
     #[error(
         "the outbox table is missing, not as the migrations make it, or not allowed to be used: {0}; \
-         run the migrations of sea-orm-outbox (`Migrator::up`)"
+         unless it is a table of your own, run the migrations of sea-orm-outbox (`Migrator::up`)"
     )]
     Table(#[source] DbErr),
     /// Another transaction was in the way; the same call may succeed at once.

@@ -20,7 +20,7 @@ impl RowId {
         if table.roles.has_uuid_key() {
             Ok(Self::Uuid(row.try_get_by_index(index)?))
         } else {
-            Ok(Self::Integer(row.try_get_by_index(index)?))
+            Ok(Self::Integer(integer(row, index)?))
         }
     }
 }
@@ -78,7 +78,21 @@ impl Fence {
 
     /// Reads the first two columns.
     pub(super) fn read(row: &QueryResult, table: &Table) -> Result<Self, DbErr> {
-        Ok(Self { id: RowId::read(row, 0, table)?, version: row.try_get_by_index(1)? })
+        Ok(Self { id: RowId::read(row, 0, table)?, version: integer(row, 1)? })
+    }
+}
+
+/// An integer of whatever width the table has.
+fn integer(row: &QueryResult, index: usize) -> Result<i64, DbErr> {
+    let error = match row.try_get_by_index::<i64>(index) {
+        Ok(integer) => return Ok(integer),
+        Err(error) => error,
+    };
+    let narrow = row.try_get_by_index::<i32>(index).map(i64::from);
+    let narrow = narrow.or_else(|_| row.try_get_by_index::<i16>(index).map(i64::from));
+    match narrow {
+        Ok(integer) => Ok(integer),
+        Err(_) => row.try_get_by_index::<u64>(index).ok().and_then(|n| i64::try_from(n).ok()).ok_or(error),
     }
 }
 

@@ -55,6 +55,7 @@ pub use settle::Settlement;
 pub use stale::{Stale, Sweepable};
 pub use table::OutboxTable;
 
+pub(crate) use claimed::as_stored;
 pub(crate) use dialect::Dialect;
 pub(crate) use enqueue::{EnqueuedRow, insert, stored};
 pub(crate) use table::Roles;

@@ -2,7 +2,6 @@
 
 use super::{
     Fence, Lost, Store, StoreError,
-    claim::status_literal,
     fenced::{Verb, Write},
     table::Table,
 };
@@ -20,7 +19,7 @@ impl Store {
             &*self.table;
         let mut set = vec![
             (version.clone(), format!("o.{version} + 1")),
-            (status.clone(), status_literal(&self.table, pending)),
+            (status.clone(), pending.clone()),
             (attempts.clone(), "0".to_owned()),
             (available_at.clone(), dialect.clock()),
         ];

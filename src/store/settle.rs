@@ -2,7 +2,6 @@
 
 use super::{
     Fence, Lost, Store, StoreError,
-    claim::status_literal,
     dialect::Dialect,
     fenced::{Column, Given, Verb, Write},
     table::Table,
@@ -90,20 +89,33 @@ const GIVEN: [(&str, Column); 4] = [
     ("error", Column::Text),
 ];
 
+/// The status that a row is given. PostgreSQL takes no text for an enum, but literals: as the column's type, whatever
+/// its name and schema are.
+fn written_status(table: &Table) -> String {
+    let Table { dialect, status, pending, sent, failed, .. } = table;
+    match dialect {
+        Dialect::Postgres => {
+            let each = [pending, sent, failed].map(|text| format!("WHEN {text} THEN {text}")).join(" ");
+            format!("CASE g.status {each} ELSE o.{status} END")
+        }
+        Dialect::MySql | Dialect::Sqlite => "g.status".to_owned(),
+    }
+}
+
 fn settling(table: &Table, guard: Guard) -> Write<'static> {
     let Table {
         dialect, status, version, attempts, available_at, claimed_by, lease_until, last_error, ..
     } = table;
     let Table { sent, failed, .. } = table;
     let clock = dialect.clock();
-    // A text is of no collation of its own on MySQL, nor of an enum on PostgreSQL.
+    // A text is of no collation of its own on MySQL.
     let error = match dialect {
         Dialect::MySql => "g.error COLLATE utf8mb4_bin",
         _ => "g.error",
     };
     let mut set = vec![
         (version.clone(), format!("o.{version} + 1")),
-        (status.clone(), status_literal(table, "g.status")),
+        (status.clone(), written_status(table)),
         (
             attempts.clone(),
             format!("CASE WHEN o.{attempts} > g.refund THEN o.{attempts} - g.refund ELSE 0 END"),

@@ -223,12 +223,13 @@ impl Role {
         }
     }
 
-    /// The name of the enum type, on databases that have such types.
-    pub(super) fn enum_name(&self) -> Option<String> {
-        match &self.column_type {
-            ColumnType::Enum { name, .. } => Some(name.to_string()),
-            _ => None,
-        }
+    /// Whether it is read as a text without being converted.
+    pub(super) fn is_text(&self) -> bool {
+        matches!(self.column_type, ColumnType::Char(_) | ColumnType::String(_) | ColumnType::Text)
+    }
+
+    pub(super) fn is_json(&self) -> bool {
+        matches!(self.column_type, ColumnType::Json | ColumnType::JsonBinary)
     }
 }
 

@@ -279,7 +279,7 @@ fn claim_set(table: &Table, next: usize) -> String {
         Dialect::MySql => ("o.", ""),
         Dialect::Sqlite => ("", ""),
     };
-    let processing = status_literal(table, &table.processing);
+    let processing = &table.processing;
     let lease = dialect.clock_plus_ms(&format!("${}{cast}", next + 1));
     format!(
         "\
@@ -289,16 +289,6 @@ fn claim_set(table: &Table, next: usize) -> String {
         {prefix}{claimed_by} = ${next},
         {prefix}{lease_until} = {lease}"
     )
-}
-
-/// A status to write: PostgreSQL wants to know that it is one of an enum.
-pub(super) fn status_literal(table: &Table, status: &str) -> String {
-    match table.roles.status.enum_name() {
-        Some(enum_name) if table.dialect == Dialect::Postgres => {
-            format!("CAST({status} AS {})", table.dialect.quote(&enum_name))
-        }
-        _ => status.to_owned(),
-    }
 }
 
 /// Until when a claim may be trusted: reckoned from before the statement is sent, so that it ends early rather than
