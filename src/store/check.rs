@@ -178,7 +178,9 @@ impl Store {
                 .roles
                 .all()
                 .filter(|(role, _)| self.find(columns, role).is_none())
-                .map(|(role, _)| format!("there is no column {}: add it, or name another for its role", role.name))
+                .map(|(role, _)| {
+                    format!("there is no column {}: add it, or name another for its role", role.name)
+                })
                 .collect(),
         };
         match missing.is_empty() {
@@ -273,7 +275,8 @@ impl Store {
         let mut columns = rows.iter().map(Described::read).collect::<Result<Vec<_>, _>>()?;
         if table.dialect == Dialect::MySql {
             for column in &mut columns {
-                column.unknown = column.unknown.take().and_then(|labels| unknown_to(&labels, table.roles.statuses));
+                column.unknown =
+                    column.unknown.take().and_then(|labels| unknown_to(&labels, table.roles.statuses));
             }
         }
         Ok(columns)
@@ -318,7 +321,9 @@ impl Store {
                 Form::Status => roles.statuses.iter().map(|text| text.chars().count()).max().unwrap_or(0),
                 _ => continue,
             };
-            if unknown.is_none() && length.is_some_and(|length| length < i64::try_from(room).unwrap_or(i64::MAX)) {
+            if unknown.is_none()
+                && length.is_some_and(|length| length < i64::try_from(room).unwrap_or(i64::MAX))
+            {
                 let length = length.unwrap_or_default();
                 faults.push(format!("{name} holds {length} characters: it must hold {room}"));
             }
@@ -418,7 +423,10 @@ impl Store {
         let rows = self.run("look for indexes", sql, values).await?;
         let read = |row: &QueryResult| -> Result<_, DbErr> {
             let condition: Option<String> = row.try_get_by_index(1)?;
-            Ok(Index { leading: row.try_get_by_index(0)?, conditions: conditions(&condition.unwrap_or_default()) })
+            Ok(Index {
+                leading: row.try_get_by_index(0)?,
+                conditions: conditions(&condition.unwrap_or_default()),
+            })
         };
         Ok(rows.iter().map(read).collect::<Result<_, _>>()?)
     }

@@ -239,8 +239,7 @@ pub(super) fn read_message(row: &QueryResult, first: usize, table: &Table) -> Re
         aggregate: text(2, &roles.aggregate_type)?.zip(text(3, &roles.aggregate_id)?),
         ordering_key: text(ORDERING_KEY, &roles.ordering_key)?,
         event_type: text(5, &roles.event_type)?,
-        content_type: text(6, &roles.content_type)?
-            .unwrap_or_else(|| default_content_type(roles).to_owned()),
+        content_type: text(6, &roles.content_type)?.unwrap_or_else(|| default_content_type(roles).to_owned()),
         headers: headers(text(7, &roles.headers)?)?,
         payload: payload.into(),
     })

@@ -5,13 +5,17 @@ use std::time::Duration;
 use libtest_mimic::Trial;
 use sea_orm::{ConnectionTrait, DatabaseConnection};
 use sea_orm_outbox::{
-    entity::{Status, outbox_message::Model},
+    entity::{
+        Status,
+        outbox_message::{Entity, Model},
+    },
     lifecycle::{Arrow, Outcome, RetryPolicy},
     store::{Claim, ClaimStrategy, Fence, Lost, Settlement, Store},
 };
 
 use crate::support::{
     TestDatabase, on_each_database,
+    own::{Bench, Own, shown},
     rows::{
         LEASE, claim, claim_one, enqueue, let_delays_end, let_leases_end, request, row, rows, store, sweep,
     },
@@ -25,7 +29,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_database("lifecycle::a_suspect_that_is_released_stays_a_suspect", suspect_released),
         on_each_database("lifecycle::a_row_that_only_failed_is_no_suspect", no_suspect),
         on_each_database("lifecycle::a_frozen_owner_changes_nothing_of_the_newer_claim", frozen_owner),
-        on_each_database("lifecycle::a_stale_twin_of_every_arrow_changes_nothing", stale_twins),
+        on_each_database("lifecycle::a_stale_twin_of_every_arrow_changes_nothing", stale_twins::<Entity>),
         on_each_database("lifecycle::a_sweep_returns_and_in_the_end_buries", sweeps),
         on_each_database(
             "lifecycle::a_claim_renewed_after_a_sweep_has_read_it_is_not_taken",
@@ -202,27 +206,33 @@ async fn frozen_owner(database: TestDatabase) {
 }
 
 /// Every arrow, tried with a version that is one too old, one too new, and the right one.
-async fn stale_twins(database: TestDatabase) {
-    let (db, store) = (&database.db, store(&database.db));
+pub(crate) async fn stale_twins<E: Own>(database: TestDatabase) {
+    let bench = Bench::<E>::create(&database).await;
+    let version = bench.quoted(E::version());
     for arrow in Arrow::ALL {
-        for shift in [-1, 1, 0] {
-            let twin = read_for(arrow, db, &store).await;
-            change(db, &format!("version = version + {shift}")).await;
-            let before = row(db).await;
-            let lost = twin.write(&store).await;
-            let after = rows(db).await;
-            if shift != 0 {
+        for shift in ["- 1", "+ 1", "+ 0"] {
+            let twin = read_for(arrow, &bench).await;
+            bench.set(E::version(), &format!("{version} {shift}")).await;
+            let before = bench.rows().await;
+            let lost = twin.write(&bench.store).await;
+            let after = bench.rows().await;
+            if shift != "+ 0" {
                 assert!(lost, "{arrow:?}");
-                assert_eq!(after, [before], "{arrow:?} changes a row of another version");
+                assert_eq!(shown(&after), shown(&before), "{arrow:?} changes a row of another version");
                 continue;
             }
             assert!(!lost, "{arrow:?}");
-            assert_eq!(before.status, arrow.from(), "{arrow:?}");
-            assert_eq!(after.first().map(|row| row.status), arrow.to(), "{arrow:?}");
-            if let Some(after) = after.first() {
-                let expected = before.version + i64::from(arrow.raises_version());
-                assert_eq!(after.version, expected, "{arrow:?}");
-                assert_ne!(*after, before, "{arrow:?}");
+            let before_it = E::seen(&before[0]);
+            assert_eq!(before_it.status, E::status_text(arrow.from()), "{arrow:?}");
+            let seen = after.first().map(E::seen);
+            let status = seen.as_ref().map(|row| row.status.as_str());
+            assert_eq!(status, arrow.to().map(E::status_text), "{arrow:?}");
+            if let Some(after_it) = seen {
+                let expected = before_it.fence.version + i64::from(arrow.raises_version());
+                assert_eq!(after_it.fence.version, expected, "{arrow:?}");
+                assert_ne!(shown(&after), shown(&before), "{arrow:?}");
+                assert_eq!(after_it.is_due, !arrow.to().is_some_and(Status::is_finished), "{arrow:?}");
+                assert_eq!(after_it.is_claimed, arrow.to() == Some(Status::Processing), "{arrow:?}");
             }
         }
     }
@@ -261,21 +271,22 @@ impl Twin {
 }
 
 /// The only row of the table, where `arrow` starts, and the arrow read from it.
-async fn read_for(arrow: Arrow, db: &DatabaseConnection, store: &Store) -> Twin {
-    execute(db, "DELETE FROM outbox_message").await;
-    enqueue(db, "t", 1).await;
+async fn read_for<E: Own>(arrow: Arrow, bench: &Bench<E>) -> Twin {
+    let store = &bench.store;
+    bench.empty().await;
+    bench.enqueue(1).await;
     // Room below for a version that is too old.
-    change(db, "version = 10").await;
+    bench.set(E::version(), "10").await;
     let claimed = |outcome: Outcome| async {
         Twin::Settle(claim_one(store, LEASE).await.settle(outcome, &policy(), 0.0))
     };
     let settled = |outcome: Outcome| async {
         assert!(settle(store, claim_one(store, LEASE).await, outcome).await.is_empty());
-        Fence::from(&row(db).await)
+        bench.one().await.fence
     };
     let stale = |max_attempts: u32| async move {
         let _owner = claim_one(store, LEASE).await;
-        let_leases_end(db).await;
+        bench.let_leases_end().await;
         let mut stale = store.stale(None, 10).await.expect("stale claims are read").stale;
         assert_eq!(stale.len(), 1);
         Twin::Settle(stale.remove(0).settle(&policy().with_max_attempts(max_attempts)))
@@ -295,15 +306,10 @@ async fn read_for(arrow: Arrow, db: &DatabaseConnection, store: &Store) -> Twin 
         Arrow::Bury => stale(1).await,
         Arrow::Requeue => Twin::Requeue(settled(failure()).await),
         Arrow::Discard => Twin::Discard(settled(failure()).await),
-        Arrow::Cancel => Twin::Cancel(Fence::from(&row(db).await)),
+        Arrow::Cancel => Twin::Cancel(bench.one().await.fence),
         Arrow::Retire => Twin::Retire(settled(Outcome::Acknowledged).await),
         other => panic!("no test for {other:?}"),
     }
-}
-
-/// Changes every row behind everybody's back.
-async fn change(db: &DatabaseConnection, change: &str) {
-    execute(db, &format!("UPDATE outbox_message SET {change}")).await;
 }
 
 async fn execute(db: &DatabaseConnection, sql: &str) {

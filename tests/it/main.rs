@@ -12,6 +12,7 @@ mod lifecycle;
 mod migration;
 mod nats;
 mod outage;
+mod own_table;
 mod relay;
 mod sqlite;
 mod support;
@@ -34,6 +35,7 @@ fn main() {
         health::tests(),
         nats::tests(),
         outage::tests(),
+        own_table::tests(),
         crash::tests(),
         sqlite::tests(),
         versioned::tests(),

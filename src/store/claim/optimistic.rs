@@ -16,7 +16,8 @@ impl Store {
         let (due, _) = self.due(None);
         let rows = self.run("read candidates", due, vec![integer(limit.saturating_mul(SLICES))]).await?;
         // A row whose version is no number, where the database lets it be, is nobody's candidate.
-        let mut fences: Vec<Fence> = rows.iter().filter_map(|row| Fence::read(row, &self.table).ok()).collect();
+        let mut fences: Vec<Fence> =
+            rows.iter().filter_map(|row| Fence::read(row, &self.table).ok()).collect();
         let width = usize::try_from(limit).unwrap_or(usize::MAX).max(1);
         let slices = fences.len().div_ceil(width);
         let slice = if slices > 1 { fastrand::usize(..slices) * width } else { 0 };

@@ -2,6 +2,7 @@
 
 pub(crate) mod database;
 pub(crate) mod nats;
+pub(crate) mod own;
 pub(crate) mod process;
 pub(crate) mod proxy;
 pub(crate) mod rows;
