@@ -526,3 +526,46 @@ impl Described {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fault(change: impl FnOnce(&mut Roles)) -> String {
+        let mut roles = Roles::default();
+        change(&mut roles);
+        roles.check().expect_err("it is refused").to_string()
+    }
+
+    #[test]
+    fn a_column_of_a_wrong_type_is_refused_by_name() {
+        assert!(Roles::default().check().is_ok());
+        for (fault, expected) in [
+            (fault(|roles| roles.id = roles.topic.clone()), "the key topic is neither an integer nor a UUID"),
+            (fault(|roles| roles.message_id = roles.id.clone()), "the message id id is no UUID"),
+            (fault(|roles| roles.version = roles.topic.clone()), "topic is no integer"),
+            (fault(|roles| roles.aggregate_id = Some(roles.id.clone())), "id is no text"),
+            (fault(|roles| roles.statuses = ["new", "taken", "done", "Done"]), "the same text"),
+            (fault(|roles| roles.statuses = ["", "taken", "done", "dead"]), "1 to 100 characters"),
+        ] {
+            assert!(fault.contains("outbox_message") && fault.contains(expected), "{fault}");
+        }
+    }
+
+    #[test]
+    fn a_condition_is_known_however_it_is_written() {
+        let expected = ["key is not null", "sent_at is null"];
+        for sql in
+            ["((key IS NOT NULL) AND (sent_at IS NULL))", "\"key\" IS NOT  NULL\n and [sent_at] is null"]
+        {
+            assert_eq!(conditions(sql), expected, "{sql}");
+        }
+        assert!(conditions("").is_empty());
+    }
+
+    #[test]
+    fn an_enum_says_what_it_does_not_take() {
+        assert_eq!(unknown_to("enum('a','b','C','d')", ["a", "b", "c", "d"]), None);
+        assert_eq!(unknown_to("enum('a','bb')", ["a", "b", "c", "bb"]), Some("b, c".to_owned()));
+    }
+}

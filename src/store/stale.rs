@@ -90,14 +90,21 @@ impl Store {
 
         let mut sweepable = Sweepable::default();
         for row in &rows {
-            let fence = Fence::read(row, table)?;
+            let fence = match Fence::read(row, table) {
+                Ok(fence) => fence,
+                // It must not keep the others from being swept.
+                Err(error) => {
+                    tracing::warn!(%error, "a row of {table:?} has no readable id and version");
+                    continue;
+                }
+            };
             if row.try_get_by_index::<i64>(4)? == 1 {
                 let attempts: Option<i64> = row.try_get_by_index(2)?;
                 sweepable.stale.push(Stale {
                     fence,
                     // What is no number of attempts has spent them.
                     attempts: attempts.and_then(|attempts| u32::try_from(attempts).ok()).unwrap_or(u32::MAX),
-                    claimed_by: row.try_get_by_index::<Option<String>>(3)?.unwrap_or_default(),
+                    claimed_by: row.try_get_by_index::<Option<String>>(3).ok().flatten().unwrap_or_default(),
                 });
             }
             if row.try_get_by_index::<i64>(5)? == 1 {
@@ -105,7 +112,8 @@ impl Store {
             }
             // The last row of a full step comes last: read on after it.
             let full = row.try_get_by_index::<i64>(6)? >= limit;
-            sweepable.next = if full { Some(Position::read(row, 7, 0, table)?) } else { None };
+            // A time that cannot be read is no place to go on from.
+            sweepable.next = if full { Position::read(row, 7, 0, table).ok() } else { None };
         }
         Ok(sweepable)
     }

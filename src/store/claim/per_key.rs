@@ -172,13 +172,14 @@ async fn read_window(
             SELECT id, version, place, DENSE_RANK() OVER (ORDER BY first_at, first_id) AS run
             FROM keyed WHERE (held_from IS NULL OR id < held_from) AND place <= {longest}
         )
-        SELECT {output_id}, o.version, {run}, {place}, {window_size}, e.available_at, {end_id}
+        SELECT {output_id}, {version_read}, {run}, {place}, {window_size}, e.available_at, {end_id}
         FROM end_of_window e LEFT JOIN runs o ON 1 = 1
         ORDER BY o.run, o.place",
         now = dialect.now(),
         suspect = suspect(table, ""),
         suspect_before = suspect(table, "p."),
         output_id = dialect.integer("o.id"),
+        version_read = dialect.integer("o.version"),
         run = dialect.integer("o.run"),
         place = dialect.integer("o.place"),
         window_size = dialect.integer("e.size"),

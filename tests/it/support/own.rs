@@ -2,7 +2,7 @@
 
 use std::{fmt::Debug, marker::PhantomData};
 
-use sea_orm::{ConnectionTrait, DatabaseConnection, EntityTrait, IdenStatic, QueryOrder};
+use sea_orm::{ConnectionTrait, DatabaseConnection, IdenStatic, QueryOrder};
 use sea_orm_outbox::{
     NewMessage, Outbox, OutboxTable,
     entity::{Status, outbox_message},
@@ -65,7 +65,13 @@ pub(crate) struct Bench<E> {
 
 impl<E: Own> Bench<E> {
     pub(crate) async fn create(database: &TestDatabase) -> Self {
+        Self::create_with(database, str::to_owned).await
+    }
+
+    /// With statements that are changed first.
+    pub(crate) async fn create_with(database: &TestDatabase, change: impl Fn(&str) -> String) -> Self {
         for sql in E::ddl(database.kind) {
+            let sql = change(&sql);
             database.db.execute_unprepared(&sql).await.unwrap_or_else(|error| panic!("{sql}: {error}"));
         }
         let db = database.db.clone();
@@ -178,6 +184,7 @@ pub(crate) fn counter(kind: Kind, integer: &str) -> String {
 /// An integer key, names of its own for everything, every role, a status that is an enum of the database.
 macro_rules! delivery {
     ($module:ident $(, schema_name = $schema:tt)?) => {
+        #[allow(unreachable_pub)]
         pub(crate) mod $module {
             use sea_orm::entity::prelude::*;
             use sea_orm_outbox::{NewMessage, OutboxTable, entity::Status, store::Fence};
@@ -341,6 +348,7 @@ delivery!(delivery);
 delivery!(delivery_in_schema, schema_name = "Shop");
 
 /// A UUID that is key and message id at once, and only what must be.
+#[allow(unreachable_pub)]
 pub(crate) mod parcel {
     use sea_orm::entity::prelude::*;
     use sea_orm_outbox::{NewMessage, OutboxTable, store::Fence};
@@ -420,6 +428,7 @@ pub(crate) mod parcel {
 /// Narrow integers and texts.
 macro_rules! note {
     ($module:ident, $integer:ty, $spelled:literal) => {
+        #[allow(unreachable_pub)]
         pub(crate) mod $module {
             use sea_orm::entity::prelude::*;
             use sea_orm_outbox::{NewMessage, OutboxTable, store::Fence};
@@ -437,12 +446,14 @@ macro_rules! note {
                 pub headers: Option<String>,
                 #[sea_orm(column_type = "Text", nullable)]
                 pub payload: Option<String>,
+                pub ordering_key: Option<String>,
                 pub status: String,
                 pub version: $integer,
                 pub attempts: i32,
                 pub available_at: Option<DateTimeUtc>,
                 pub claimed_by: Option<String>,
                 pub lease_until: Option<DateTimeUtc>,
+                pub sent_at: Option<DateTimeUtc>,
                 #[sea_orm(column_type = "Text", nullable)]
                 pub last_error: Option<String>,
             }
@@ -465,6 +476,8 @@ macro_rules! note {
                 fn lease_until() -> Column { Column::LeaseUntil }
                 fn last_error() -> Column { Column::LastError }
                 fn headers() -> Option<Column> { Some(Column::Headers) }
+                fn ordering_key() -> Option<Column> { Some(Column::OrderingKey) }
+                fn sent_at() -> Option<Column> { Some(Column::SentAt) }
             }
 
             impl Own for Entity {
@@ -475,11 +488,12 @@ macro_rules! note {
                         // No constraint that could be missing is there.
                         format!(
                             "CREATE TABLE note (id {id}, message_id {uuid} UNIQUE, topic varchar(255), headers text,
-                             payload text, status varchar(10) NOT NULL, version {integer} NOT NULL,
+                             payload text, ordering_key varchar(255), status varchar(10) NOT NULL, version {integer} NOT NULL,
                              attempts int NOT NULL, available_at {time} NULL, claimed_by varchar(100),
-                             lease_until {time} NULL, last_error text)"
+                             lease_until {time} NULL, sent_at {time} NULL, last_error text)"
                         ),
                         "CREATE INDEX note_due ON note (available_at, id)".to_owned(),
+                        "CREATE INDEX note_key ON note (ordering_key, sent_at, id)".to_owned(),
                     ]
                 }
 
@@ -497,6 +511,7 @@ macro_rules! note {
                 fn message(number: usize) -> NewMessage {
                     NewMessage::bytes("notes", "application/octet-stream", format!("ü {number}"))
                         .header("number", number.to_string())
+                        .ordering_key(format!("key {}", number % 3))
                 }
             }
         }
