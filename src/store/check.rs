@@ -178,9 +178,7 @@ impl Store {
                 .roles
                 .all()
                 .filter(|(role, _)| self.find(columns, role).is_none())
-                .map(|(role, _)| {
-                    format!("there is no column {}: add it, or name another for its role", role.name)
-                })
+                .map(|(role, _)| missing(role))
                 .collect(),
         };
         match missing.is_empty() {
@@ -263,7 +261,7 @@ impl Store {
                 column_type = table.dialect.text("column_type"),
             ),
             Dialect::Sqlite => {
-                r#"SELECT name, type, 1 - "notnull", NULL, NULL FROM pragma_table_info($2, COALESCE($1, 'main'))"#
+                r#"SELECT name, type, 1 - "notnull", NULL, NULL FROM pragma_table_xinfo($2, COALESCE($1, 'main'))"#
                     .to_owned()
             }
         };
@@ -286,7 +284,11 @@ impl Store {
         let (dialect, roles) = (self.table.dialect, &self.table.roles);
         let mut faults = Vec::new();
         for (role, need) in roles.all() {
-            let Some(column) = self.find(columns, role) else { continue };
+            let Some(column) = self.find(columns, role) else {
+                // SQLite reads a quoted name that is no column as a text.
+                faults.push(missing(role));
+                continue;
+            };
             let Described { name, data_type, nullable, length, unknown } = column;
             match need.null {
                 Null::Never if *nullable => faults.push(format!("{name} may be null: make it NOT NULL")),
@@ -455,6 +457,10 @@ impl Store {
     fn place(&self) -> Vec<sea_orm::Value> {
         vec![self.table.roles.schema.clone().into(), self.table.roles.name.clone().into()]
     }
+}
+
+fn missing(role: &Role) -> String {
+    format!("there is no column {}: add it, or name another for its role", role.name)
 }
 
 /// An index of the table.

@@ -25,18 +25,90 @@ use crate::lifecycle::Status;
 ///
 /// | role | column type | |
 /// |---|---|---|
-/// | `id` | a signed or unsigned integer, or `Uuid` | the primary key; order per key needs an integer that rises |
-/// | `message_id` | `Uuid` | may be the same column as a UUID `id` |
-/// | `topic`, `claimed_by`, `last_error` | text | `claimed_by` at least 100 characters, `last_error` at least 2,000 |
-/// | `payload` | bytes, text or JSON | published as it is stored |
+/// | `id` | a signed or unsigned integer, or `Uuid` | the primary key; order per key needs an integer that rises; a UUID needs SQLite 3.41 |
+/// | `message_id` | `Uuid`, unique | may be the same column as a UUID `id` |
+/// | `topic` | text | |
+/// | `claimed_by`, `last_error` | text, nullable | at least 100 and 2,000 characters |
+/// | `payload` | bytes, text or JSON | published as it is stored; JSON keeps its meaning, not its bytes |
 /// | `status` | text, or an enum of the database | with the texts of [`status_text`](Self::status_text) |
 /// | `version`, `attempts`, `requeues` | integer, not null | raised and never reset (`version`) |
 /// | `available_at` | time, nullable | null once the row is finished; the due index is on it and the id |
 /// | `lease_until`, `sent_at`, `failed_at` | time, nullable | |
 /// | `headers` | JSON or text | an object of texts |
+/// | `ordering_key` | text, nullable | order per key needs it, `sent_at`, and an index on it |
+/// | `event_type`, `aggregate_type`, `aggregate_id` | text, nullable | |
+/// | `content_type` | text | |
 ///
 /// Times are `timestamptz` on PostgreSQL, `datetime(6)` in UTC on MySQL and MariaDB, and on SQLite the text that
 /// SeaORM writes for `DateTimeUtc`.
+///
+/// A row that is wrong, say one whose headers are no object of texts or whose topic is null, ends `FAILED` with the
+/// reason in `last_error`, and harms no other.
+///
+/// ```
+/// # mod courier {
+/// #     use sea_orm::entity::prelude::*;
+/// #     #[sea_orm::model]
+/// #     #[derive(Clone, Debug, PartialEq, DeriveEntityModel)]
+/// #     #[sea_orm(table_name = "courier_bag")]
+/// #     pub struct Model {
+/// #         #[sea_orm(primary_key, auto_increment = false)]
+/// #         pub letter: Uuid,
+/// #         pub address: String,
+/// #         pub content: Vec<u8>,
+/// #         pub state: String,
+/// #         pub revision: i64,
+/// #         pub tries: i32,
+/// #         pub due: Option<DateTimeUtc>,
+/// #         pub courier: Option<String>,
+/// #         pub courier_until: Option<DateTimeUtc>,
+/// #         pub trouble: Option<String>,
+/// #     }
+/// #     impl ActiveModelBehavior for ActiveModel {}
+/// # }
+/// use courier::Column;
+/// use sea_orm_outbox::OutboxTable;
+///
+/// impl OutboxTable for courier::Entity {
+///     fn id() -> Column { Column::Letter }
+///     fn message_id() -> Column { Column::Letter }
+///     fn topic() -> Column { Column::Address }
+///     fn payload() -> Column { Column::Content }
+///     fn status() -> Column { Column::State }
+///     fn version() -> Column { Column::Revision }
+///     fn attempts() -> Column { Column::Tries }
+///     fn available_at() -> Column { Column::Due }
+///     fn claimed_by() -> Column { Column::Courier }
+///     fn lease_until() -> Column { Column::CourierUntil }
+///     fn last_error() -> Column { Column::Trouble }
+/// }
+/// ```
+///
+/// A role that is left out does not compile:
+///
+/// ```compile_fail,E0046
+/// # mod courier {
+/// #     use sea_orm::entity::prelude::*;
+/// #     #[sea_orm::model]
+/// #     #[derive(Clone, Debug, PartialEq, DeriveEntityModel)]
+/// #     #[sea_orm(table_name = "courier_bag")]
+/// #     pub struct Model {
+/// #         #[sea_orm(primary_key, auto_increment = false)]
+/// #         pub letter: Uuid,
+/// #         pub address: String,
+/// #     }
+/// #     impl ActiveModelBehavior for ActiveModel {}
+/// # }
+/// use courier::Column;
+/// use sea_orm_outbox::OutboxTable;
+///
+/// impl OutboxTable for courier::Entity {
+///     fn id() -> Column { Column::Letter }
+///     fn message_id() -> Column { Column::Letter }
+///     fn topic() -> Column { Column::Address }
+///     // … and no version
+/// }
+/// ```
 pub trait OutboxTable: EntityTrait {
     /// The primary key.
     fn id() -> Self::Column;

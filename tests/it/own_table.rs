@@ -255,7 +255,10 @@ async fn two_tables(database: TestDatabase) {
 
 /// What a relay says of the table when it starts, until the deadline of the test.
 async fn refusal<E: OutboxTable>(database: &TestDatabase, ordering: Ordering) -> String {
-    let relay = quick::<E, _>(database, RecordingPublisher::new()).ordering(ordering).build().unwrap();
+    // A pool of its own: the table may have been another one a moment ago, for statements that are prepared.
+    let db = database.connect_again().await;
+    let relay =
+        Relay::builder(db, RecordingPublisher::new()).table::<E>().ordering(ordering).build().unwrap();
     let run = within(Duration::from_secs(10), "the relay to give up", relay.run(std::future::pending()));
     let error = run.await.expect_err("the table is refused");
     let RelayError::Table(error) = error else { panic!("{error}") };
@@ -399,11 +402,11 @@ async fn wrong_rows_of<E: Own>(database: TestDatabase) {
             (17, "payload = CAST(x'ff41' AS TEXT)", "payload: "),
             (19, "topic = x'00ff'", "topic: "),
             (21, "message_id = x'010203'", "message_id: "),
-            (23, "attempts = 1.5", ""),
         ]);
         // These are mended by the claim.
         for change in [
             "attempts = 'three' WHERE id = 25",
+            "attempts = 1.5 WHERE id = 23",
             "version = 'x' WHERE id = 27",
             "available_at = 17 WHERE id = 29",
         ] {
