@@ -3,7 +3,7 @@
 use std::fmt;
 
 use sea_orm::{
-    ColumnTrait, ColumnType, EntityTrait, IdenStatic,
+    ColumnTrait, ColumnType, EntityTrait,
     sea_query::{Alias, DynIden, IntoIden, StringLen, TableRef},
 };
 use sea_orm_outbox_entity::outbox_message::{self, Column as C};
@@ -277,7 +277,7 @@ pub(super) struct Role {
 }
 
 impl Role {
-    fn of(column: impl ColumnTrait + IdenStatic) -> Self {
+    fn of(column: impl ColumnTrait) -> Self {
         Self { name: column.as_str(), column_type: column.def().get_column_type().clone() }
     }
 
