@@ -559,6 +559,15 @@ mod tests {
     }
 
     #[test]
+    fn order_per_key_needs_a_key_that_rises() {
+        let mut roles = Roles::default();
+        assert!(roles.check_ordering().is_ok());
+        roles.id = roles.message_id.clone();
+        let fault = roles.check_ordering().expect_err("a UUID does not rise").to_string();
+        assert!(fault.contains("an integer key that rises, and message_id is a UUID"), "{fault}");
+    }
+
+    #[test]
     fn a_condition_is_known_however_it_is_written() {
         let expected = ["key is not null", "sent_at is null"];
         for sql in

@@ -171,7 +171,17 @@ async fn end_connections(admin: &DatabaseConnection, name: &str) {
          WHERE /*!80001 processlist_db */ /*M! db */ = '{name}'"
     );
     let list = Statement::from_string(DbBackend::MySql, list);
-    for row in admin.query_all_raw(list).await.expect("the connections are listed") {
+    let mut tries = 0;
+    let connections = loop {
+        match admin.query_all_raw(list.clone()).await {
+            Ok(connections) => break connections,
+            // MySQL shows the statements of all sessions, and stumbles over bytes in them that are no text.
+            Err(error) if tries == 50 => panic!("the connections are not listed: {error}"),
+            Err(_) => tries += 1,
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    for row in connections {
         let kill: String = row.try_get_by_index(0).expect("a connection has a number");
         // It may have ended by itself.
         let _ = admin.execute_unprepared(&kill).await;
