@@ -13,9 +13,12 @@ mod migration;
 mod nats;
 mod outage;
 mod own_table;
+mod payloads;
+mod plans;
 mod relay;
 mod sqlite;
 mod support;
+mod time;
 mod versioned;
 mod wake;
 
@@ -40,6 +43,9 @@ fn main() {
         sqlite::tests(),
         versioned::tests(),
         wake::tests(),
+        plans::tests(),
+        time::tests(),
+        payloads::tests(),
     ];
     let conclusion = libtest_mimic::run(&arguments, tests.into_iter().flatten().collect());
     support::servers::stop();

@@ -73,7 +73,7 @@ impl Store {
 
 /// Whether `o` has no unfinished message of its key before it, as a condition to append.
 pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed) -> String {
-    let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else { return String::new() };
+    let Some(Keyed { key, unfinished, .. }) = Keyed::of(table, behind_failed) else { return String::new() };
     let Table { name, id, .. } = table;
     format!(
         " AND NOT EXISTS (
@@ -85,6 +85,7 @@ pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed) -> String
 /// What order per key asks of the table.
 struct Keyed {
     key: String,
+    sent_at: String,
     /// Whether a row `p` stands in the way of later ones.
     unfinished: String,
 }
@@ -100,7 +101,7 @@ impl Keyed {
                 format!("p.{sent_at} IS NULL AND p.{} <> {}", table.status, table.failed)
             }
         };
-        Some(Self { key, unfinished })
+        Some(Self { key, sent_at, unfinished })
     }
 }
 
@@ -110,7 +111,7 @@ async fn read_window(
     request: &ClaimRequest<'_>,
     behind_failed: BehindFailed,
 ) -> Result<Window, DbErr> {
-    let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else {
+    let Some(Keyed { key, sent_at, unfinished }) = Keyed::of(table, behind_failed) else {
         return Ok(Window::default());
     };
     let Table { dialect, name, id, status, version, available_at, pending, .. } = table;
@@ -129,6 +130,12 @@ async fn read_window(
     values.extend(position);
     let materialized = if *dialect == Dialect::MySql { "" } else { "MATERIALIZED " };
     let longest = if *dialect == Dialect::Postgres { "$2::bigint" } else { "$2" };
+    let key_order = match dialect {
+        // The same order, and that of the key's index: for the id alone MySQL walks the primary key from its
+        // beginning, through all that was ever sent, once for each key.
+        Dialect::MySql => format!("p.{key}, p.{sent_at}, p.{id}"),
+        Dialect::Postgres | Dialect::Sqlite => format!("p.{id}"),
+    };
     let sql = format!(
         "\
         WITH entries AS {materialized}(
@@ -155,7 +162,7 @@ async fn read_window(
                             OR p.{available_at} > (SELECT available_at FROM end_of_window)
                             OR p.{available_at} = (SELECT available_at FROM end_of_window)
                                 AND p.{id} > (SELECT id FROM end_of_window){before})
-                    ORDER BY p.{id} LIMIT 1
+                    ORDER BY {key_order} LIMIT 1
                 ) END AS held_from
             FROM placed
         ), keyed AS (

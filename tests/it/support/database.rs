@@ -113,6 +113,11 @@ async fn on_server(server: String, name: String) -> (String, Cleanup) {
 
 /// A pool as an application would configure it.
 pub(crate) async fn connect(url: &str) -> DatabaseConnection {
+    connect_with(url, |_| {}).await
+}
+
+/// The same, with other settings.
+pub(crate) async fn connect_with(url: &str, change: impl FnOnce(&mut ConnectOptions)) -> DatabaseConnection {
     let mut options = ConnectOptions::new(url);
     options
         .max_connections(10)
@@ -125,6 +130,7 @@ pub(crate) async fn connect(url: &str) -> DatabaseConnection {
                 .synchronous(SqliteSynchronous::Normal)
                 .busy_timeout(Duration::from_secs(20))
         });
+    change(&mut options);
     Database::connect(options).await.expect("the database answers")
 }
 

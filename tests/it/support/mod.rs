@@ -1,5 +1,6 @@
 //! What every test stands on: its own database, a deadline, and servers shared by the whole run.
 
+pub(crate) mod cost;
 pub(crate) mod database;
 pub(crate) mod nats;
 pub(crate) mod own;

@@ -1,0 +1,237 @@
+//! What the statements cost, by the database's own count, where its statistics or its indexes could mislead it.
+
+use libtest_mimic::Trial;
+use sea_orm::{ConnectionTrait, DbBackend, IsolationLevel, Statement, TransactionTrait};
+use sea_orm_outbox::{
+    entity::Status,
+    lifecycle::{Outcome, RetryPolicy},
+    store::{BehindFailed, Claim, ClaimRequest, ClaimStrategy, Fence, Ordering, Position, Settlement, Store},
+};
+
+use crate::support::{
+    Kind, TestDatabase,
+    cost::Meter,
+    on_database, on_each_contract_database,
+    rows::{LEASE, count, fill, request, store},
+};
+
+pub(crate) fn tests() -> Vec<Trial> {
+    let mut tests =
+        on_each_contract_database("plans::finished_and_delayed_rows_cost_nothing", finished_and_delayed);
+    for kind in Kind::CONTRACT {
+        if kind != Kind::Sqlite {
+            tests.push(on_database(kind, "plans::statistics_of_a_drained_queue_mislead_nobody", drained));
+            tests.push(on_database(kind, "plans::a_plan_made_on_an_empty_table_is_not_kept", empty));
+            tests.push(on_database(kind, "plans::an_idle_transaction_elsewhere_slows_nothing_down", idle));
+        }
+    }
+    tests
+}
+
+const BATCH: u32 = 100;
+/// Pages, rows or index entries for one row of a batch: more than any statement needs, and next to nothing of what
+/// the table holds.
+const FOR_EACH_ROW: u64 = 40;
+
+/// Rows in every other state, each of them hundreds of times as many as a batch.
+async fn finished_and_delayed(database: TestDatabase) {
+    let db = &database.db;
+    fill(
+        db,
+        200_000,
+        &[
+            ("status", "'SENT'"),
+            ("available_at", "NULL"),
+            ("sent_at", now(database.kind)),
+            ("ordering_key", "CASE WHEN n < 100000 THEN 'hot' END"),
+        ],
+    )
+    .await;
+    fill(db, 30_000, &[("available_at", tomorrow(database.kind)), ("ordering_key", "'delayed'")]).await;
+
+    let meter = Meter::new(&database).await;
+    let unordered = store(&meter.db);
+    for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
+        // Fewer than a batch: nothing ends the search but the end of what is due.
+        fill(db, BATCH - 50, &[]).await;
+        let name = format!("{strategy:?}");
+        let claims = affordable(&meter, &name, claim(&unordered, strategy, "test:1", None)).await;
+        assert_eq!(claims.len(), 50, "{name}");
+        let fences: Vec<Fence> = claims.iter().map(Claim::fence).collect();
+        let found = affordable(&meter, "read claims back", unordered.claims_of("test:1")).await.unwrap();
+        assert_eq!(found.len(), 50);
+        let lost = affordable(&meter, "renew", unordered.renew(&fences, LEASE)).await.unwrap();
+        assert!(lost.is_empty());
+        let sweep = affordable(&meter, "look for stale claims", unordered.stale(None, 10_000)).await.unwrap();
+        assert_eq!((sweep.stale.len(), sweep.next), (0, None));
+        affordable(&meter, "settle", settle(&unordered, claims)).await;
+    }
+    for behind_failed in [BehindFailed::Hold, BehindFailed::Skip] {
+        // One row of a key that has sent 100,000, the others of keys of their own.
+        fill(db, BATCH - 50, &[("ordering_key", key(database.kind))]).await;
+        let ordered = store(&meter.db).with_ordering(Ordering::PerKey { behind_failed }).unwrap();
+        let name = format!("{behind_failed:?}");
+        let claims =
+            affordable(&meter, &name, claim(&ordered, ClaimStrategy::SkipLocked, "test:1", None)).await;
+        assert_eq!(claims.len(), 50, "{name}");
+        affordable(&meter, "settle", settle(&ordered, claims)).await;
+    }
+    let nothing = affordable(
+        &meter,
+        "a claim of nothing",
+        claim(&unordered, ClaimStrategy::SkipLocked, "test:1", None),
+    );
+    assert_eq!(nothing.await.len(), 0);
+}
+
+async fn affordable<T>(meter: &Meter, what: &str, work: impl Future<Output = T>) -> T {
+    let (result, cost) = meter.cost(work).await;
+    let limit = FOR_EACH_ROW * u64::from(BATCH);
+    assert!(cost < limit, "{what} costs {cost}, more than {limit}");
+    eprintln!("{what}: {cost}");
+    result
+}
+
+fn now(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Sqlite => "strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now')",
+        Kind::Postgres | Kind::OldestPostgres => "statement_timestamp()",
+        Kind::MySql | Kind::MariaDb => "UTC_TIMESTAMP(6)",
+    }
+}
+
+fn tomorrow(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Sqlite => "strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now', '+1 day')",
+        Kind::Postgres | Kind::OldestPostgres => "statement_timestamp() + interval '1 day'",
+        Kind::MySql | Kind::MariaDb => "UTC_TIMESTAMP(6) + INTERVAL 1 DAY",
+    }
+}
+
+fn key(kind: Kind) -> &'static str {
+    match kind.backend() {
+        DbBackend::MySql => "CASE WHEN n = 0 THEN 'hot' ELSE CONCAT('key-', n) END",
+        _ => "CASE WHEN n = 0 THEN 'hot' ELSE 'key-' || n END",
+    }
+}
+
+async fn claim(store: &Store, strategy: ClaimStrategy, name: &str, after: Option<&Position>) -> Vec<Claim> {
+    let request = ClaimRequest { after, ..request(strategy, BATCH.into(), name, LEASE) };
+    store.claim(&request).await.expect("the claim is carried out").claims
+}
+
+async fn settle(store: &Store, claims: Vec<Claim>) {
+    let policy = RetryPolicy::default();
+    let sent: Vec<_> =
+        claims.into_iter().map(|claim| claim.settle(Outcome::Acknowledged, &policy, 0.0)).collect();
+    let lost = store.settle(&sent).await.expect("the batch is settled");
+    assert!(lost.is_empty());
+}
+
+/// What ten batches cost on their way from claim to settle.
+async fn ten_batches(meter: &Meter, strategy: ClaimStrategy) -> u64 {
+    let store = store(&meter.db);
+    let (mut total, mut after) = (0, None);
+    for batch in 0..10 {
+        let name = format!("test:{batch}");
+        let request = ClaimRequest { after: after.as_ref(), ..request(strategy, BATCH.into(), &name, LEASE) };
+        let (claimed, cost) = meter.cost(store.claim(&request)).await;
+        let claimed = claimed.expect("the claim is carried out");
+        assert_eq!(claimed.claims.len(), BATCH as usize);
+        after = claimed.next;
+        total += cost + meter.cost(settle(&store, claimed.claims)).await.1;
+    }
+    total
+}
+
+/// The statistics change only when the test says so.
+async fn freeze_statistics(database: &TestDatabase) {
+    let sql = match database.kind {
+        Kind::Postgres | Kind::OldestPostgres => "ALTER TABLE outbox_message SET (autovacuum_enabled = off)",
+        Kind::MySql | Kind::MariaDb => {
+            "ALTER TABLE outbox_message STATS_PERSISTENT = 1, STATS_AUTO_RECALC = 0"
+        }
+        Kind::Sqlite => return,
+    };
+    database.db.execute_unprepared(sql).await.unwrap();
+}
+
+async fn analyze(database: &TestDatabase) {
+    let sql = match database.kind {
+        Kind::MySql | Kind::MariaDb => "ANALYZE TABLE outbox_message",
+        _ => "ANALYZE outbox_message",
+    };
+    // It answers with rows on MySQL.
+    let statement = Statement::from_string(database.kind.backend(), sql);
+    database.db.query_all_raw(statement).await.unwrap();
+}
+
+async fn drained(database: TestDatabase) {
+    let sent = [("status", "'SENT'"), ("available_at", "NULL"), ("sent_at", now(database.kind))];
+    freeze_statistics(&database).await;
+    fill(&database.db, 20_000, &sent).await;
+    analyze(&database).await;
+    fill(&database.db, 20_000, &[]).await;
+    for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
+        let misled = ten_batches(&Meter::new(&database).await, strategy).await;
+        analyze(&database).await;
+        let fresh = ten_batches(&Meter::new(&database).await, strategy).await;
+        eprintln!("{strategy:?}: {misled} {fresh}");
+        assert!(misled * 4 <= fresh * 5, "{strategy:?}: {misled} with old statistics, {fresh} with new ones");
+    }
+}
+
+async fn empty(database: TestDatabase) {
+    freeze_statistics(&database).await;
+    for strategy in [ClaimStrategy::SkipLocked, ClaimStrategy::Optimistic] {
+        database.db.execute_unprepared("DELETE FROM outbox_message").await.unwrap();
+        let old = Meter::new(&database).await;
+        let old_store = store(&old.db);
+        // Often enough that PostgreSQL thinks of keeping a plan.
+        for _ in 0..10 {
+            assert_eq!(claim(&old_store, strategy, "test:1", None).await.len(), 0);
+            let lost = old_store.settle(&[Settlement::release(Fence::new(1, 0))]).await;
+            assert_eq!(lost.unwrap().len(), 1);
+        }
+        fill(&database.db, 20_000, &[]).await;
+        let kept = ten_batches(&old, strategy).await;
+        let fresh = ten_batches(&Meter::new(&database).await, strategy).await;
+        eprintln!("{strategy:?}: {kept} {fresh}");
+        assert!(kept * 4 <= fresh * 5, "{strategy:?}: {kept} on an old connection, {fresh} on a new one");
+    }
+}
+
+/// It keeps the server from removing what the batches leave behind, row versions and index entries.
+async fn idle(database: TestDatabase) {
+    const BATCHES: u64 = 30;
+    let other = database.connect_again().await;
+    let snapshot = other
+        .begin_with_config(Some(IsolationLevel::RepeatableRead), None)
+        .await
+        .expect("a transaction begins");
+    // The snapshot is taken by the first query, of whatever table.
+    snapshot.execute_unprepared("SELECT * FROM outbox_message").await.unwrap();
+    fill(&database.db, BATCH * 30, &[]).await;
+
+    let meter = Meter::new(&database).await;
+    let store = store(&meter.db);
+    let (mut costs, mut after): (Vec<u64>, Option<Position>) = (Vec::new(), None);
+    for batch in 0..BATCHES {
+        let name = format!("test:{batch}");
+        let request = ClaimRequest {
+            after: after.as_ref(),
+            ..request(ClaimStrategy::SkipLocked, BATCH.into(), &name, LEASE)
+        };
+        let (claimed, cost) = meter.cost(store.claim(&request)).await;
+        let claimed = claimed.unwrap();
+        assert_eq!(claimed.claims.len(), BATCH as usize);
+        costs.push(cost);
+        after = claimed.next;
+        settle(&store, claimed.claims).await;
+    }
+    eprintln!("{costs:?}");
+    let (first, last): (u64, u64) = (costs[..5].iter().sum(), costs[costs.len() - 5..].iter().sum());
+    assert!(last <= first * 2, "the claims cost more and more: {costs:?}");
+    assert_eq!(count(&database.db, Status::Sent).await, (BATCH * 30) as usize);
+    snapshot.rollback().await.unwrap();
+}
