@@ -60,6 +60,7 @@ pub(crate) use dialect::Dialect;
 pub(crate) use enqueue::{EnqueuedRow, insert, stored};
 pub(crate) use table::Roles;
 
+use claim::KeyIndex;
 use table::Table;
 
 /// The outbox table of one database, through which rows are claimed, settled, renewed and swept.
@@ -67,6 +68,7 @@ use table::Table;
 pub struct Store {
     db: DatabaseConnection,
     table: Arc<Table>,
+    key_index: KeyIndex,
     ordering: Ordering,
     statement_timeout: Duration,
 }
@@ -94,7 +96,13 @@ impl Store {
         let dialect = Dialect::of(db.get_database_backend())?;
         roles.check()?;
         let table = Arc::new(Table::new(roles, dialect));
-        Ok(Self { db, table, ordering: Ordering::Unordered, statement_timeout: Duration::from_secs(10) })
+        Ok(Self {
+            db,
+            table,
+            key_index: KeyIndex::default(),
+            ordering: Ordering::Unordered,
+            statement_timeout: Duration::from_secs(10),
+        })
     }
 
     /// Whether messages of one key are claimed in order. Default: [`Ordering::Unordered`].

@@ -76,7 +76,7 @@ impl Store {
             ORDER BY {available_at}, {id}",
             now = dialect.now(),
             is_suspect = suspect(table, ""),
-            and_is_first = self.and_is_first(),
+            and_is_first = self.and_is_first().await?,
             output_id = output_id(table),
             version_read = dialect.integer(version),
             attempts_read = dialect.integer(attempts),

@@ -1,5 +1,6 @@
 //! Claim: win rows by their version.
 
+mod key_index;
 mod optimistic;
 mod per_key;
 mod skip_locked;
@@ -8,6 +9,8 @@ use std::time::Duration;
 
 use sea_orm::{DbErr, QueryResult, Value};
 use tokio::time::Instant;
+
+pub(super) use key_index::KeyIndex;
 
 use super::{
     Claimed, Fence, Position, Store, StoreError, Transaction, claimed,
@@ -113,6 +116,10 @@ impl Store {
                 tracing::debug!(%error, "lost a race");
                 Ok(Claimed { lost_races: 1, more: true, ..Claimed::default() })
             }
+            Err(StoreError::Table(error)) => {
+                self.key_index.forget();
+                Err(StoreError::Table(error))
+            }
             other => other,
         }
     }
@@ -136,7 +143,7 @@ impl Store {
         // In the order of the primary key, so that two relays take row locks in the same order.
         let mut candidates = candidates.to_vec();
         candidates.sort_unstable();
-        let guard = self.and_is_first();
+        let guard = self.and_is_first().await?;
         let table = &*self.table;
         let Table { name, id, version, .. } = table;
         let rows = candidates.iter().map(|fence| (*fence, [])).collect();
@@ -214,10 +221,12 @@ impl Store {
     }
 
     /// With order per key, that `o` has no unfinished message of its key before it, as a condition to append.
-    pub(super) fn and_is_first(&self) -> String {
+    pub(super) async fn and_is_first(&self) -> Result<String, StoreError> {
         match self.ordering {
-            Ordering::Unordered => String::new(),
-            Ordering::PerKey { behind_failed } => per_key::and_is_first(&self.table, behind_failed),
+            Ordering::Unordered => Ok(String::new()),
+            Ordering::PerKey { behind_failed } => {
+                Ok(per_key::and_is_first(&self.table, behind_failed, &self.key_index_hint().await?))
+            }
         }
     }
 

@@ -50,10 +50,11 @@ impl Store {
         request: &ClaimRequest<'_>,
         behind_failed: BehindFailed,
     ) -> Result<Claimed, StoreError> {
+        let hint = self.key_index_hint().await?;
         let trust = Trust::begin(request.lease);
         let work = async {
             let txn = self.begin().await?;
-            let window = read_window(&txn, &self.table, request, behind_failed).await?;
+            let window = read_window(&txn, &self.table, request, behind_failed, &hint).await?;
             let rows = if window.candidates.is_empty() {
                 Vec::new()
             } else {
@@ -72,12 +73,12 @@ impl Store {
 }
 
 /// Whether `o` has no unfinished message of its key before it, as a condition to append.
-pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed) -> String {
-    let Some(Keyed { key, unfinished, .. }) = Keyed::of(table, behind_failed) else { return String::new() };
+pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed, hint: &str) -> String {
+    let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else { return String::new() };
     let Table { name, id, .. } = table;
     format!(
         " AND NOT EXISTS (
-            SELECT 1 FROM {name} p WHERE p.{key} = o.{key} AND p.{id} < o.{id} AND {unfinished}
+            SELECT 1 FROM {name} p{hint} WHERE p.{key} = o.{key} AND p.{id} < o.{id} AND {unfinished}
         )"
     )
 }
@@ -85,7 +86,6 @@ pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed) -> String
 /// What order per key asks of the table.
 struct Keyed {
     key: String,
-    sent_at: String,
     /// Whether a row `p` stands in the way of later ones.
     unfinished: String,
 }
@@ -101,7 +101,7 @@ impl Keyed {
                 format!("p.{sent_at} IS NULL AND p.{} <> {}", table.status, table.failed)
             }
         };
-        Some(Self { key, sent_at, unfinished })
+        Some(Self { key, unfinished })
     }
 }
 
@@ -110,8 +110,9 @@ async fn read_window(
     table: &Table,
     request: &ClaimRequest<'_>,
     behind_failed: BehindFailed,
+    hint: &str,
 ) -> Result<Window, DbErr> {
-    let Some(Keyed { key, sent_at, unfinished }) = Keyed::of(table, behind_failed) else {
+    let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else {
         return Ok(Window::default());
     };
     let Table { dialect, name, id, status, version, available_at, pending, .. } = table;
@@ -130,12 +131,6 @@ async fn read_window(
     values.extend(position);
     let materialized = if *dialect == Dialect::MySql { "" } else { "MATERIALIZED " };
     let longest = if *dialect == Dialect::Postgres { "$2::bigint" } else { "$2" };
-    let key_order = match dialect {
-        // The same order, and that of the key's index: for the id alone MySQL walks the primary key from its
-        // beginning, through all that was ever sent, once for each key.
-        Dialect::MySql => format!("p.{key}, p.{sent_at}, p.{id}"),
-        Dialect::Postgres | Dialect::Sqlite => format!("p.{id}"),
-    };
     let sql = format!(
         "\
         WITH entries AS {materialized}(
@@ -156,13 +151,13 @@ async fn read_window(
         ), held AS {materialized}(
             SELECT id, version, ordering_key, available_at, place,
                 CASE WHEN place = 1 AND ordering_key IS NOT NULL THEN (
-                    SELECT p.{id} FROM {name} p
+                    SELECT p.{id} FROM {name} p{hint}
                     WHERE p.{key} = placed.ordering_key AND p.{id} < placed.last_id AND {unfinished}
                         AND (p.{status} <> {pending} OR {suspect_before}
                             OR p.{available_at} > (SELECT available_at FROM end_of_window)
                             OR p.{available_at} = (SELECT available_at FROM end_of_window)
                                 AND p.{id} > (SELECT id FROM end_of_window){before})
-                    ORDER BY {key_order} LIMIT 1
+                    ORDER BY p.{id} LIMIT 1
                 ) END AS held_from
             FROM placed
         ), keyed AS (
