@@ -157,4 +157,19 @@ mod tests {
             assert_eq!(kind(code), Kind::Unavailable, "{code}");
         }
     }
+
+    #[cfg(feature = "mysql")]
+    #[test]
+    fn numbers_of_mysql_say_it_where_its_codes_do_not() {
+        for number in [1205, 1213, 1020, 3572] {
+            assert_eq!(mysql_kind(number), Some(Kind::Contention), "{number}");
+        }
+        for number in [1364, 1366, 1265, 3819, 4025, 3140] {
+            assert_eq!(mysql_kind(number), Some(Kind::Refused), "{number}");
+        }
+        // Too many connections, read-only, gone away, killed: what their codes say.
+        for number in [1040, 1290, 2006, 1927] {
+            assert_eq!(mysql_kind(number), None, "{number}");
+        }
+    }
 }

@@ -76,19 +76,14 @@ async fn finished_and_delayed(database: TestDatabase) {
         assert_eq!(claims.len(), 50, "{name}");
         affordable(&meter, "settle", settle(&ordered, claims)).await;
     }
-    let nothing = affordable(
-        &meter,
-        "a claim of nothing",
-        claim(&unordered, ClaimStrategy::SkipLocked, "test:1", None),
-    );
-    assert_eq!(nothing.await.len(), 0);
+    let nothing = meter.cost(claim(&unordered, ClaimStrategy::SkipLocked, "test:1", None)).await;
+    assert!(nothing.0.is_empty() && nothing.1 < 50, "a claim of nothing costs {}", nothing.1);
 }
 
 async fn affordable<T>(meter: &Meter, what: &str, work: impl Future<Output = T>) -> T {
     let (result, cost) = meter.cost(work).await;
     let limit = FOR_EACH_ROW * u64::from(BATCH);
     assert!(cost < limit, "{what} costs {cost}, more than {limit}");
-    eprintln!("{what}: {cost}");
     result
 }
 
@@ -141,6 +136,8 @@ async fn ten_batches(meter: &Meter, strategy: ClaimStrategy) -> u64 {
         after = claimed.next;
         total += cost + meter.cost(settle(&store, claimed.claims)).await.1;
     }
+    let limit = 10 * FOR_EACH_ROW * u64::from(BATCH);
+    assert!(total < limit, "{strategy:?}: ten batches cost {total}, more than {limit}");
     total
 }
 
@@ -169,6 +166,15 @@ async fn analyze(database: &TestDatabase) {
 async fn drained(database: TestDatabase) {
     let sent = [("status", "'SENT'"), ("available_at", "NULL"), ("sent_at", now(database.kind))];
     freeze_statistics(&database).await;
+    // Somebody's own index, which looks as if it led straight to the few rows of a status.
+    let index = match database.kind.backend() {
+        DbBackend::MySql => "CREATE INDEX for_a_dashboard ON outbox_message (status)",
+        _ => {
+            "CREATE INDEX for_a_dashboard ON outbox_message (available_at, id) WHERE status = 'PENDING';
+             CREATE INDEX for_another ON outbox_message (lease_until) WHERE status = 'PROCESSING'"
+        }
+    };
+    database.db.execute_unprepared(index).await.unwrap();
     fill(&database.db, 20_000, &sent).await;
     analyze(&database).await;
     fill(&database.db, 20_000, &[]).await;
@@ -176,7 +182,6 @@ async fn drained(database: TestDatabase) {
         let misled = ten_batches(&Meter::new(&database).await, strategy).await;
         analyze(&database).await;
         let fresh = ten_batches(&Meter::new(&database).await, strategy).await;
-        eprintln!("{strategy:?}: {misled} {fresh}");
         assert!(misled * 4 <= fresh * 5, "{strategy:?}: {misled} with old statistics, {fresh} with new ones");
     }
 }
@@ -196,7 +201,6 @@ async fn empty(database: TestDatabase) {
         fill(&database.db, 20_000, &[]).await;
         let kept = ten_batches(&old, strategy).await;
         let fresh = ten_batches(&Meter::new(&database).await, strategy).await;
-        eprintln!("{strategy:?}: {kept} {fresh}");
         assert!(kept * 4 <= fresh * 5, "{strategy:?}: {kept} on an old connection, {fresh} on a new one");
     }
 }
@@ -229,7 +233,6 @@ async fn idle(database: TestDatabase) {
         after = claimed.next;
         settle(&store, claimed.claims).await;
     }
-    eprintln!("{costs:?}");
     let (first, last): (u64, u64) = (costs[..5].iter().sum(), costs[costs.len() - 5..].iter().sum());
     assert!(last <= first * 2, "the claims cost more and more: {costs:?}");
     assert_eq!(count(&database.db, Status::Sent).await, (BATCH * 30) as usize);

@@ -235,6 +235,11 @@ impl Store {
     fn due(&self, after: Option<&Position>) -> (String, Vec<Value>) {
         let Table { dialect, name, id, status, version, available_at, pending, .. } = &*self.table;
         let (after, values) = Position::after(after, &self.table, 2);
+        let status = match dialect {
+            // Not the column itself: with an index on it, somebody's own, MySQL would read and sort the whole backlog.
+            Dialect::MySql => format!("CONCAT({status})"),
+            Dialect::Postgres | Dialect::Sqlite => status.clone(),
+        };
         let sql = format!(
             "\
             SELECT {id}, {version} FROM {name}
