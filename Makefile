@@ -21,8 +21,8 @@ check: ## format, lints, each feature alone, documentation and its examples; nee
 test: images ## all tests except those in the documentation, against real servers
 	cargo test --locked --workspace --all-features --lib --bins --tests --examples
 
-bench: images ## measure the relay
-	cargo bench --locked --all-features --bench relay
+bench: images ## measure the relay, and workers in each other's way
+	cargo bench --locked --all-features --bench relay --bench contention
 
 demo: images ## PostgreSQL, NATS and three relay processes, one of them killed
 	cargo build --locked --example nats_relay --example demo

@@ -8,8 +8,11 @@
 //! candidates drain a backlog of 512-byte messages in the same run, in turn, five rounds. Only the ratio means
 //! anything: on a shared machine the absolute figures do not repeat.
 
+#[path = "../examples/shared/interrupt.rs"]
+mod interrupt;
+mod shared;
+
 use std::{
-    error::Error,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -22,23 +25,17 @@ use async_nats::{
     jetstream::{self, stream},
 };
 use clap::Parser;
-use sea_orm::{
-    ConnectOptions, ConnectionTrait, Database, DatabaseConnection, DbBackend, QueryResult, Statement,
-    prelude::Uuid,
-};
+use interrupt::Interrupt;
+use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, QueryResult, Statement, prelude::Uuid};
 use sea_orm_outbox::{Ack, Message, NatsPublisher, NewMessage, Outbox, PublishError, Publisher, Relay};
-use sea_orm_outbox_migration::{Migrator, MigratorTrait};
-use testcontainers_modules::{
-    nats::{Nats, NatsServerCmd},
-    postgres::Postgres,
-    testcontainers::{ContainerAsync, ImageExt, runners::AsyncRunner},
+use serde::Serialize;
+use shared::{
+    PAYLOAD, Result, median, print_json, rate, rounded,
+    servers::{Kind, Server, connect},
 };
 use tokio::{sync::Notify, time::timeout};
 
-type Result<T> = std::result::Result<T, Box<dyn Error + Send + Sync>>;
-
 const BATCH: usize = 500;
-const PAYLOAD: usize = 512;
 const SUBJECT: &str = "bench.orders";
 
 #[derive(Parser)]
@@ -54,13 +51,38 @@ struct Arguments {
     bench: bool,
 }
 
+/// A line of the result.
+#[derive(Serialize)]
+struct Figure {
+    name: &'static str,
+    value: f64,
+    unit: &'static str,
+    database: &'static str,
+    relays: u64,
+    payload: usize,
+}
+
 #[tokio::main]
 async fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let (rounds, by_row, by_relay) = if arguments.quick { (3, 500, 10_000) } else { (5, 2_000, 50_000) };
-    let servers = Servers::start().await?;
-    let bench = Bench::prepare(&servers).await?;
+    let mut interrupt = Interrupt::listen()?;
+    let mut postgres = Server::start(Kind::Postgres).await?;
+    let nats = Server::start(Kind::Nats).await?;
+    let measured = tokio::select! {
+        biased;
+        () = interrupt.wait() => Err("interrupted".into()),
+        measured = measure(&arguments, &mut postgres, &nats) => measured,
+    };
+    let stopped = postgres.stop().await.and(nats.stop().await);
+    measured.and(stopped)
+}
 
+async fn measure(arguments: &Arguments, postgres: &mut Server, nats: &Server) -> Result<()> {
+    let (rounds, by_row, by_relay) = if arguments.quick { (3, 500, 10_000) } else { (5, 2_000, 50_000) };
+    let bench = Bench {
+        db: connect(&postgres.database().await?, 10).await?,
+        client: async_nats::connect(&nats.url).await?,
+    };
     let (mut row_at_a_time, mut relay, mut ratio) = (Vec::new(), Vec::new(), Vec::new());
     for round in 1..=rounds {
         bench.fill(by_row).await?;
@@ -77,70 +99,14 @@ async fn main() -> Result<()> {
         ("relay_per_s", relay, "messages/s"),
         ("relay_ratio_to_row_at_a_time", ratio, "ratio"),
     ] {
-        let value = median(values);
+        let value = rounded(median(values));
         if arguments.json {
-            println!(
-                r#"{{"name":"{name}","value":{value:.3},"unit":"{unit}","database":"postgres","relays":1,"payload":{PAYLOAD}}}"#
-            );
+            print_json(&Figure { name, value, unit, database: "postgres", relays: 1, payload: PAYLOAD })?;
         } else {
             println!("{name:30} {value:10.1} {unit}");
         }
     }
-    servers.stop().await
-}
-
-fn rate(messages: u64, elapsed: Duration) -> f64 {
-    messages as f64 / elapsed.as_secs_f64()
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
-struct Servers {
-    postgres_url: String,
-    nats_url: String,
-    postgres: Option<ContainerAsync<Postgres>>,
-    nats: Option<ContainerAsync<Nats>>,
-}
-
-impl Servers {
-    async fn start() -> Result<Self> {
-        let (postgres_url, postgres) = match std::env::var("BENCH_POSTGRES_URL") {
-            Ok(url) => (url, None),
-            Err(_) => {
-                let container = Postgres::default()
-                    .with_fsync_enabled()
-                    .with_tag("18")
-                    .with_cmd(["-c", "shared_buffers=512MB", "-c", "max_wal_size=4GB"])
-                    .start()
-                    .await?;
-                let port = container.get_host_port_ipv4(5432).await?;
-                (format!("postgres://postgres:postgres@127.0.0.1:{port}/postgres"), Some(container))
-            }
-        };
-        let (nats_url, nats) = match std::env::var("BENCH_NATS_URL") {
-            Ok(url) => (url, None),
-            Err(_) => {
-                let command = NatsServerCmd::default().with_jetstream();
-                let container = Nats::default().with_cmd(&command).with_tag("2").start().await?;
-                let port = container.get_host_port_ipv4(4222).await?;
-                (format!("nats://127.0.0.1:{port}"), Some(container))
-            }
-        };
-        Ok(Self { postgres_url, nats_url, postgres, nats })
-    }
-
-    async fn stop(self) -> Result<()> {
-        if let Some(container) = self.postgres {
-            container.rm().await?;
-        }
-        if let Some(container) = self.nats {
-            container.rm().await?;
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 struct Bench {
@@ -149,18 +115,6 @@ struct Bench {
 }
 
 impl Bench {
-    async fn prepare(servers: &Servers) -> Result<Self> {
-        let mut options = ConnectOptions::new(&servers.postgres_url);
-        options
-            .sqlx_logging(false)
-            .max_connections(10)
-            .test_before_acquire_if_idle_for(Duration::from_secs(30));
-        let db = Database::connect(options).await?;
-        Migrator::up(&db, None).await?;
-        let client = async_nats::connect(&servers.nats_url).await?;
-        Ok(Self { db, client })
-    }
-
     /// A backlog in a fresh table, and an empty stream.
     async fn fill(&self, messages: u64) -> Result<()> {
         self.db.execute_unprepared("TRUNCATE outbox_message").await?;
