@@ -32,22 +32,20 @@ pub(crate) fn tests() -> Vec<Trial> {
 
 /// A connection of an application whose sessions are in this time zone.
 async fn in_zone(database: &TestDatabase, zone: &'static str) -> DatabaseConnection {
+    // After all that sqlx sets by itself, which is UTC.
+    let set = match database.kind {
+        Kind::Sqlite => "SELECT 1".to_owned(),
+        Kind::Postgres | Kind::OldestPostgres => format!("SET TIME ZONE INTERVAL '{zone}' HOUR TO MINUTE"),
+        Kind::MySql | Kind::MariaDb => format!("SET SESSION time_zone = '{zone}'"),
+    };
     connect_with(&database.url, |options| {
-        options
-            .map_sqlx_mysql_opts(move |options| options.timezone(Some(zone.to_owned())))
-            .map_sqlx_postgres_opts(
-                // Its sign is that of POSIX.
-                move |options| options.options([("timezone", format!("<{zone}>{}", posix(zone)))]),
-            );
+        // Of one connection: the setting is not made for those that come later.
+        options.max_connections(1).after_connect(move |db| {
+            let set = set.clone();
+            Box::pin(async move { db.execute_unprepared(&set).await.map(drop) })
+        });
     })
     .await
-}
-
-fn posix(zone: &str) -> String {
-    match zone.split_at(1) {
-        ("+", hours) => format!("-{hours}"),
-        (_, hours) => format!("+{hours}"),
-    }
 }
 
 /// What time it is for the database, and nothing else.
