@@ -90,10 +90,13 @@ async fn proxied(database: &TestDatabase, connections: u32) -> (Proxy, DatabaseC
 async fn lost_answer(database: TestDatabase) {
     enqueue(&database.db, "t", 10).await;
     let (proxy, db) = proxied(&database, 5).await;
-    // Five looks at the table, and the claim.
-    proxy.freeze_at_commit(6);
     let publisher = Arc::new(RecordingPublisher::new());
     let relay = quick(&db, publisher.clone()).sweep_every(Duration::from_secs(60)).build().unwrap().spawn();
+    // The looks at the table come first, and are let through.
+    relay.pause();
+    eventually("the relay to be at work", || async { relay.health().running.then_some(()) }).await;
+    proxy.freeze_at_commit(1);
+    relay.resume();
     eventually("the claim to be made and its answer to be lost", || async {
         (proxy.is_frozen() && count(&database.db, Status::Processing).await == 10).then_some(())
     })

@@ -176,18 +176,11 @@ async fn end_connections(admin: &DatabaseConnection, name: &str) {
          FROM /*!80001 performance_schema.threads */ /*M! information_schema.processlist */
          WHERE /*!80001 processlist_db */ /*M! db */ = '{name}'"
     );
-    let list = Statement::from_string(DbBackend::MySql, list);
-    let mut tries = 0;
-    let connections = loop {
-        match admin.query_all_raw(list.clone()).await {
-            Ok(connections) => break connections,
-            // MySQL shows the statements of all sessions, and stumbles over bytes in them that are no text.
-            Err(error) if tries == 50 => panic!("the connections are not listed: {error}"),
-            Err(_) => tries += 1,
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    };
-    for row in connections {
+    let rows = super::eventually("the connections to be listed", || async {
+        admin.query_all_raw(Statement::from_string(DbBackend::MySql, &list)).await.ok()
+    })
+    .await;
+    for row in rows {
         let kill: String = row.try_get_by_index(0).expect("a connection has a number");
         // It may have ended by itself.
         let _ = admin.execute_unprepared(&kill).await;
