@@ -135,7 +135,8 @@ impl Dialect {
 /// What each transaction of ours sets first on PostgreSQL, in one round trip.
 ///
 /// All our statements find their rows by an index, in the order of a batch. What the planner knows of the table
-/// is of no help with that: a queue looks empty whenever it is analysed.
+/// is of no help with that: a queue looks empty whenever it is analysed. One that was never analysed looks as if
+/// fewer rows were due than a claim asks for, and a bitmap scan would read and sort the whole backlog for each.
 pub(super) fn postgres_settings(statement_timeout: Duration) -> String {
     // PostgreSQL keeps these in a signed 32-bit number of milliseconds.
     let ms = statement_timeout.as_millis().clamp(1, i32::MAX as u128);
@@ -143,6 +144,7 @@ pub(super) fn postgres_settings(statement_timeout: Duration) -> String {
         "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; \
          SET LOCAL plan_cache_mode = force_custom_plan; \
          SET LOCAL enable_seqscan = off; \
+         SET LOCAL enable_bitmapscan = off; \
          SET LOCAL enable_hashjoin = off; \
          SET LOCAL enable_mergejoin = off; \
          SET LOCAL statement_timeout = {ms}; \

@@ -3,7 +3,7 @@
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use libtest_mimic::Trial;
-use sea_orm::{ConnectionTrait, TransactionTrait};
+use sea_orm::{ConnectionTrait, DbBackend, Statement, TransactionTrait};
 use sea_orm_outbox::{
     lifecycle::{Outcome, RetryPolicy},
     store::{ClaimStrategy, Fence, RowId, Unreadable},
@@ -33,6 +33,11 @@ pub(crate) fn tests() -> Vec<Trial> {
         tests.push(on_database(kind, "claim::a_locked_row_is_passed_over", passes_over));
         tests.push(on_database(kind, "claim::a_sweep_does_not_wait_for_the_owner", sweep_passes_over));
     }
+    tests.push(on_database(
+        Kind::Postgres,
+        "claim::without_statistics_reads_no_more_than_it_claims",
+        no_statistics,
+    ));
     tests
 }
 
@@ -175,6 +180,31 @@ async fn passes_over(database: TestDatabase) {
     let claimed = within(Duration::from_secs(2), "a claim beside a lock", claim(&store, 10, LEASE)).await;
     assert_eq!((claimed.claims.len(), claimed.lost_races), (9, 0));
     other.rollback().await.unwrap();
+}
+
+/// The table was never analysed, as in the first minutes of an application.
+async fn no_statistics(database: TestDatabase) {
+    const ROWS: usize = 2_000;
+    let db = &database.db;
+    db.execute_unprepared("ALTER TABLE outbox_message SET (autovacuum_enabled = off)").await.unwrap();
+    enqueue(db, "t", ROWS).await;
+    let apart = database.connect_again().await;
+    assert_eq!(claim(&store(&apart), 10, LEASE).await.claims.len(), 10);
+    // With the session, what it has counted becomes visible.
+    apart.close().await.unwrap();
+    let read = "SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'outbox_message_due'";
+    let read = Statement::from_string(DbBackend::Postgres, read);
+    let entries = within(Duration::from_secs(20), "the server's count of what was read", async {
+        loop {
+            let row = db.query_one_raw(read.clone()).await.unwrap().unwrap();
+            match row.try_get_by_index::<i64>(0).unwrap() {
+                0 => tokio::time::sleep(Duration::from_millis(10)).await,
+                entries => return entries,
+            }
+        }
+    })
+    .await;
+    assert!(entries < 100, "{entries} entries of the index were read to claim 10 of {ROWS} rows");
 }
 
 async fn sweep_passes_over(database: TestDatabase) {
