@@ -230,10 +230,10 @@ impl Store {
         }
     }
 
-    /// Rows that are due, from `after` on, at most `$1`; and the values of the parameters, which a limit goes
-    /// before.
-    fn due(&self, after: Option<&Position>) -> (String, Vec<Value>) {
-        let Table { dialect, name, id, status, version, available_at, pending, .. } = &*self.table;
+    /// These columns of the rows that are due, from `after` on, at most `$1`; and the values of the parameters, which
+    /// a limit goes before.
+    fn due(&self, columns: &str, after: Option<&Position>) -> (String, Vec<Value>) {
+        let Table { dialect, name, id, status, available_at, pending, .. } = &*self.table;
         let (after, values) = Position::after(after, &self.table, 2);
         let status = match dialect {
             // Not the column itself: with an index on it, somebody's own, MySQL would read and sort the whole backlog.
@@ -242,7 +242,7 @@ impl Store {
         };
         let sql = format!(
             "\
-            SELECT {id}, {version} FROM {name}
+            SELECT {columns} FROM {name}
             WHERE {available_at} <= {now}{after} AND {status} = {pending} AND NOT {suspect}
             ORDER BY {available_at}, {id}
             LIMIT $1",

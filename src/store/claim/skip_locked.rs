@@ -7,7 +7,7 @@ impl Store {
     pub(super) async fn claim_skip_locked(&self, request: &ClaimRequest<'_>) -> Result<Claimed, StoreError> {
         let table = &*self.table;
         let Table { name, id, version, .. } = table;
-        let (due, after) = self.due(request.after);
+        let (due, after) = self.due(&format!("{id}, {version}"), request.after);
         let mut values = vec![integer(request.limit)];
         values.extend(after);
         let set = claim_set(table, values.len() + 1);
