@@ -1,8 +1,8 @@
 .DEFAULT_GOAL := help
-.PHONY: help images check test bench demo
+.PHONY: help images check test test-long bench demo
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 images: ## make sure that the container images of the test servers are on this machine
 	@tests/images/provide
@@ -20,6 +20,9 @@ check: ## format, lints, each feature alone, documentation and its examples; nee
 
 test: images ## all tests except those in the documentation, against real servers
 	cargo test --locked --workspace --all-features --lib --bins --tests --examples
+
+test-long: images ## the same with millions of rows and faults that last ten minutes: about an hour
+	TEST_LONG=1 cargo test --locked --workspace --all-features --lib --bins --tests --examples
 
 bench: images ## measure the relay, and workers in each other's way
 	cargo bench --locked --all-features --bench relay --bench contention

@@ -1,18 +1,26 @@
 //! What the statements cost, by the database's own count, where its statistics or its indexes could mislead it.
 
+use std::time::Duration;
+
 use libtest_mimic::Trial;
-use sea_orm::{ConnectionTrait, DbBackend, IsolationLevel, Statement, TransactionTrait};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DbBackend, EntityTrait, IsolationLevel, PaginatorTrait, QueryFilter,
+    Statement, TransactionTrait,
+};
 use sea_orm_outbox::{
-    entity::Status,
+    Relay,
+    entity::{OutboxMessage, Status, outbox_message::Column},
     lifecycle::{Outcome, RetryPolicy},
+    publisher::RecordingPublisher,
     store::{BehindFailed, Claim, ClaimRequest, ClaimStrategy, Fence, Ordering, Position, Settlement, Store},
 };
+use tokio::time::{Instant, sleep};
 
 use crate::support::{
     Kind, TestDatabase,
     cost::Meter,
-    on_database, on_each_contract_database,
-    rows::{LEASE, count, fill, request, store},
+    eventually, is_long, on_database, on_each_contract_database,
+    rows::{LEASE, count, enqueue, fill, request, store},
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
@@ -23,6 +31,10 @@ pub(crate) fn tests() -> Vec<Trial> {
             tests.push(on_database(kind, "plans::statistics_of_a_drained_queue_mislead_nobody", drained));
             tests.push(on_database(kind, "plans::a_plan_made_on_an_empty_table_is_not_kept", empty));
             tests.push(on_database(kind, "plans::an_idle_transaction_elsewhere_slows_nothing_down", idle));
+            if is_long() {
+                let name = "plans::a_relay_keeps_up_beside_a_transaction_of_ten_minutes";
+                tests.push(on_database(kind, name, ten_minutes));
+            }
         }
     }
     tests
@@ -38,7 +50,7 @@ async fn finished_and_delayed(database: TestDatabase) {
     let db = &database.db;
     fill(
         db,
-        200_000,
+        if is_long() { 2_000_000 } else { 200_000 },
         &[
             ("status", "'SENT'"),
             ("available_at", "NULL"),
@@ -47,7 +59,8 @@ async fn finished_and_delayed(database: TestDatabase) {
         ],
     )
     .await;
-    fill(db, 30_000, &[("available_at", tomorrow(database.kind)), ("ordering_key", "'delayed'")]).await;
+    let delayed = if is_long() { 1_000_000 } else { 30_000 };
+    fill(db, delayed, &[("available_at", tomorrow(database.kind)), ("ordering_key", "'delayed'")]).await;
 
     let meter = Meter::new(&database).await;
     let unordered = store(&meter.db);
@@ -237,4 +250,38 @@ async fn idle(database: TestDatabase) {
     assert!(last <= first * 2, "the claims cost more and more: {costs:?}");
     assert_eq!(count(&database.db, Status::Sent).await, (BATCH * 30) as usize);
     snapshot.rollback().await.unwrap();
+}
+
+/// Fifty messages a second, and a snapshot that keeps every version of them.
+async fn ten_minutes(database: TestDatabase) {
+    let other = database.connect_again().await;
+    let snapshot = other
+        .begin_with_config(Some(IsolationLevel::RepeatableRead), None)
+        .await
+        .expect("a transaction begins");
+    snapshot.execute_unprepared("SELECT * FROM outbox_message").await.unwrap();
+    let relay = Relay::builder(database.db.clone(), RecordingPublisher::new());
+    let relay = relay.poll_every(Duration::from_millis(100)).build().unwrap().spawn();
+    let begun = Instant::now();
+    let mut enqueued = 0;
+    while begun.elapsed() < Duration::from_secs(600) {
+        for _ in 0..50 {
+            enqueue(&database.db, "t", 5).await;
+            enqueued += 5;
+            sleep(Duration::from_millis(100)).await;
+        }
+        // All but the last few are out, five seconds later.
+        eventually("the relay to keep up", || async {
+            let waiting = OutboxMessage::find().filter(Column::Status.ne(Status::Sent)).count(&database.db);
+            (waiting.await.unwrap() < 100).then_some(())
+        })
+        .await;
+    }
+    snapshot.rollback().await.unwrap();
+    eventually("all to be sent", || async {
+        (count(&database.db, Status::Sent).await == enqueued).then_some(())
+    })
+    .await;
+    let report = relay.shutdown().await.unwrap();
+    assert_eq!((report.sent, report.lost, report.returned), (enqueued as u64, 0, 0), "{report}");
 }

@@ -22,7 +22,14 @@ use tokio::time::{Instant, sleep, timeout};
 pub(crate) use database::{Kind, TestDatabase};
 
 /// No test may take longer: a hang is a failure with a name.
-const TEST_DEADLINE: Duration = Duration::from_secs(180);
+fn test_deadline() -> Duration {
+    Duration::from_secs(if is_long() { 3_600 } else { 180 })
+}
+
+/// Whether the tests may take long (`TEST_LONG=1`): some then use more rows, and some are only run then.
+pub(crate) fn is_long() -> bool {
+    std::env::var_os("TEST_LONG").is_some_and(|value| value == "1")
+}
 
 /// A test on a runtime of its own.
 pub(crate) fn test<F, Fut>(name: &str, body: F) -> Trial
@@ -31,7 +38,7 @@ where
     Fut: Future<Output = ()>,
 {
     Trial::test(name, move || {
-        runtime().block_on(within(TEST_DEADLINE, "the test", body()));
+        runtime().block_on(within(test_deadline(), "the test", body()));
         Ok(())
     })
 }
@@ -66,7 +73,7 @@ where
         let database = runtime.block_on(TestDatabase::create(kind));
         let cleanup = database.cleanup();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            runtime.block_on(within(TEST_DEADLINE, "the test", body(database)));
+            runtime.block_on(within(test_deadline(), "the test", body(database)));
         }));
         runtime.shutdown_timeout(Duration::from_secs(5));
         cleanup.run();
