@@ -564,6 +564,7 @@ impl Worker {
                 claimed_by: &claimed_by,
                 lease: Duration::from_secs(300),
                 after,
+                inline_bytes: None,
             };
             let claimed = self.store.claim(&request).await?;
             tally.claims += 1;

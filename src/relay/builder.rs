@@ -12,6 +12,8 @@ use crate::{
     store::{ClaimStrategy, Ordering, OutboxTable, Roles, Store, StoreError},
 };
 
+const MIB: u64 = 1024 * 1024;
+
 /// How a relay behaves. Every setting has a default that suits most services.
 #[derive(Clone, Debug)]
 pub(super) struct Settings {
@@ -22,6 +24,7 @@ pub(super) struct Settings {
     pub(super) batch_size: usize,
     pub(super) queued_batches: usize,
     pub(super) max_in_flight: usize,
+    pub(super) memory_budget: u64,
     pub(super) lease: Duration,
     pub(super) renew_every: Duration,
     pub(super) publish_timeout: Duration,
@@ -38,6 +41,16 @@ impl Settings {
     /// the claim under way.
     pub(super) fn most_held(&self) -> usize {
         self.batch_size * (self.queued_batches + 2) + self.max_in_flight
+    }
+
+    /// The part of the memory for payloads that come with their claims.
+    pub(super) fn inline_budget(&self) -> u64 {
+        self.memory_budget / 4 * 3
+    }
+
+    /// The part for those that are loaded when it is their turn.
+    pub(super) fn loaded_budget(&self) -> u64 {
+        self.memory_budget / 4
     }
 }
 
@@ -102,6 +115,7 @@ impl<P: Publisher> RelayBuilder<P> {
             batch_size: 1_000,
             queued_batches: 2,
             max_in_flight: 1_024,
+            memory_budget: 32 * MIB,
             lease: Duration::from_secs(30),
             renew_every: Duration::from_secs(10),
             publish_timeout: Duration::from_secs(5),
@@ -153,6 +167,14 @@ impl<P: Publisher> RelayBuilder<P> {
     /// The most messages waiting for the broker's acknowledgement at a time, 1 to 65,536. Default: 1,024.
     pub fn max_in_flight(mut self, messages: usize) -> Self {
         self.settings.max_in_flight = messages;
+        self
+    }
+
+    /// The most bytes of payloads in memory, 1 MiB to 1 TiB. Small payloads come with their claims; those for which there
+    /// is no room, and those above 64 KiB, are loaded when it is their turn, many with one statement. A single one that
+    /// is larger than a quarter of this is loaded all the same, alone. Default: 32 MiB.
+    pub fn memory_budget(mut self, bytes: u64) -> Self {
+        self.settings.memory_budget = bytes;
         self
     }
 
@@ -259,6 +281,9 @@ fn check(settings: &Settings, statement_timeout: Duration) -> Result<(), ConfigE
     }
     if !(1..=65_536).contains(&settings.max_in_flight) {
         return refuse("max_in_flight", settings.max_in_flight.to_string(), "must be from 1 to 65,536");
+    }
+    if !(MIB..=MIB << 20).contains(&settings.memory_budget) {
+        return refuse("memory_budget", settings.memory_budget.to_string(), "must be from 1 MiB to 1 TiB");
     }
     const DAY: Duration = Duration::from_secs(24 * 60 * 60);
     for (setting, value) in [

@@ -10,9 +10,7 @@ use tokio::{
 use super::{Shared, gate::Passage, health::Duty, jittered, pace, report::add, walk::Walk};
 use crate::{
     publisher::Publisher,
-    store::{
-        BehindFailed, Claim, ClaimRequest, Claimed, Fence, Ordering, Settlement, StoreError, Unreadable,
-    },
+    store::{BehindFailed, Claim, ClaimRequest, Claimed, Fence, Ordering, Settlement, StoreError},
 };
 
 /// How long suspects, which are published one at a time, may keep the others waiting; and the others them.
@@ -57,6 +55,15 @@ pub(super) async fn run<P: Publisher>(
     }
 }
 
+/// No payload that is larger comes with its claim, however much room there is.
+const LARGEST_INLINE: u64 = 64 * 1024;
+
+/// The most bytes of a payload that comes with its claim, so that all of a batch have room.
+fn inline_bytes<P>(shared: &Shared<P>, rows: usize) -> u64 {
+    let room = shared.settings.inline_budget().saturating_sub(shared.held.bytes());
+    (room / rows as u64).min(LARGEST_INLINE)
+}
+
 struct Claimer<P> {
     shared: Arc<Shared<P>>,
     to_settler: Sender<Settlement>,
@@ -95,6 +102,7 @@ impl<P: Publisher> Claimer<P> {
             claimed_by: &claimed_by,
             lease: settings.lease,
             after: self.walk.next(),
+            inline_bytes: Some(inline_bytes(&self.shared, rows)),
         };
         let mut claimed = store.claim(&request).await;
         let mut moved = false;
@@ -188,9 +196,10 @@ impl<P: Publisher> Claimer<P> {
         let won = claimed.claims.len() + claimed.unreadable.len();
         add(&counters.claimed, won as u64);
         add(&counters.lost_races, claimed.lost_races);
-        let fences = claimed.claims.iter().map(Claim::fence);
-        let fences = fences.chain(claimed.unreadable.iter().map(Unreadable::fence));
-        held.add(fences, before + settings.lease);
+        let claims =
+            claimed.claims.iter().map(|claim| (claim.fence(), claim.message().payload().len() as u64));
+        let unreadable = claimed.unreadable.iter().map(|unreadable| (unreadable.fence(), 0));
+        held.add(claims.chain(unreadable), before + settings.lease);
         let mut claims = claimed.claims;
         for unreadable in claimed.unreadable {
             if settings.ordering == (Ordering::PerKey { behind_failed: BehindFailed::Hold }) {
@@ -244,7 +253,8 @@ impl<P: Publisher> Claimer<P> {
                 continue;
             }
             tracing::info!(rows = fences.len(), "giving back claims whose answer never came");
-            self.shared.held.add(fences.iter().copied(), before + self.shared.settings.lease);
+            let held = fences.iter().map(|fence| (*fence, 0));
+            self.shared.held.add(held, before + self.shared.settings.lease);
             for fence in fences {
                 let _ = self.to_settler.send(Settlement::release(fence)).await;
             }

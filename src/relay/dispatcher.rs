@@ -2,23 +2,32 @@
 
 use std::{any::Any, collections::VecDeque, panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
+use bytes::Bytes;
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use tokio::{
     sync::mpsc::{Receiver, Sender},
     time::{Instant, sleep_until, timeout},
 };
 
-use super::{Shared, keys::Keys, report::add, resting::Resting, suspects::Turn};
+use super::{
+    Shared,
+    keys::Keys,
+    loader::{Loaded, Loader},
+    report::add,
+    resting::Resting,
+    suspects::Turn,
+};
 use crate::{
     lifecycle::{Arrow, Outcome},
     publisher::{Ack, PublishError, PublishErrorKind, Publisher},
-    store::{BehindFailed, Claim, Fence, Ordering, Settlement},
+    store::{BehindFailed, Claim, Fence, Ordering, Settlement, StoreError},
 };
 
 pub(super) async fn run<P: Publisher>(
     shared: Arc<Shared<P>>,
     mut claims: Receiver<Vec<Claim>>,
     to_settler: Sender<Settlement>,
+    loader: Loader,
 ) {
     let (resting, keys, next) = (Resting::default(), Keys::default(), VecDeque::new());
     let mut dispatcher = Dispatcher { shared: &shared, to_settler, resting, keys, next, alone: None };
@@ -45,7 +54,7 @@ pub(super) async fn run<P: Publisher>(
                 dispatcher.settle(claim, Outcome::Unused).await;
             } else if let Some(claim) = dispatcher.unless_resting(claim).await {
                 dispatcher.alone = in_flight.is_empty().then(|| claim.fence());
-                in_flight.push(publish(&shared, claim));
+                in_flight.push(publish(&shared, &loader, claim));
             }
         }
         if !more && queue.is_empty() && dispatcher.next.is_empty() && in_flight.is_empty() {
@@ -80,14 +89,29 @@ enum Published {
     Panicked(String),
     /// It did not begin: a renewal found that the row belongs to somebody else.
     Lost,
-    /// It did not begin: its lease might have ended meanwhile, since it could not be renewed for a while.
+    /// It did not begin: its lease might have ended meanwhile, since it could not be renewed for a while, or its payload
+    /// is not to be had now.
     Untrusted,
+    /// It did not begin: its payload takes too long to load, or cannot be read.
+    Unloadable(StoreError),
 }
 
 /// Publishes one message when its turn comes, within its time, and without letting a panic out.
-async fn publish<P: Publisher>(shared: &Shared<P>, claim: Claim) -> (Claim, Published) {
+async fn publish<P: Publisher>(shared: &Shared<P>, loader: &Loader, mut claim: Claim) -> (Claim, Published) {
     let _turn = Turn::wait(claim.is_suspect()).await;
     let limit = shared.settings.publish_timeout;
+    // The room that the payload takes, until it is out of memory.
+    let mut _room = None;
+    if let Some(bytes) = claim.missing_payload() {
+        let (loaded, room) = loader.load(claim.fence(), bytes).await;
+        _room = room;
+        match loaded {
+            Loaded::Payload(payload) => claim.set_payload(payload),
+            Loaded::Lost => return (claim, Published::Lost),
+            Loaded::NotNow => return (claim, Published::Untrusted),
+            Loaded::Never(error) => return (claim, Published::Unloadable(error)),
+        }
+    }
     match shared.held.trusted_until(claim.fence()) {
         None => return (claim, Published::Lost),
         Some(until) if until < Instant::now() + limit => return (claim, Published::Untrusted),
@@ -106,6 +130,8 @@ async fn publish<P: Publisher>(shared: &Shared<P>, claim: Claim) -> (Claim, Publ
         Ok(result) => Published::Answered(result),
         Err(panic) => Published::Panicked(panic_message(&*panic).to_owned()),
     };
+    claim.set_payload(Bytes::new());
+    shared.held.unload(claim.fence());
     (claim, published)
 }
 
@@ -151,6 +177,11 @@ impl<P: Publisher> Dispatcher<'_, P> {
             Published::Answered(Err(error)) => self.failed(&claim, &error),
             Published::Panicked(message) => Outcome::Transient(format!("the publisher panicked: {message}")),
             Published::Untrusted => Outcome::Unused,
+            // A database that is slow today may be quicker tomorrow.
+            Published::Unloadable(error @ StoreError::Timeout { .. }) => {
+                Outcome::Transient(error.to_string())
+            }
+            Published::Unloadable(error) => Outcome::Permanent(format!("the row cannot be read: {error}")),
             Published::Lost => {
                 tracing::debug!(id = %claim.fence().id, "lost before it was published");
                 add(&self.shared.counters.lost, 1);

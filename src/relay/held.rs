@@ -9,16 +9,36 @@ use tokio::{sync::Notify, time::Instant};
 
 use crate::store::Fence;
 
-/// Each claim, and until when its lease certainly lasts.
 #[derive(Debug, Default)]
 pub(super) struct Held {
-    claims: Mutex<HashMap<Fence, Instant>>,
+    claims: Mutex<HashMap<Fence, Holding>>,
     removed: Notify,
 }
 
+#[derive(Clone, Copy, Debug)]
+struct Holding {
+    /// Until when the lease certainly lasts.
+    trusted_until: Instant,
+    /// Of the payload that came with the claim, as long as it is in memory.
+    bytes: u64,
+}
+
 impl Held {
-    pub(super) fn add(&self, fences: impl Iterator<Item = Fence>, trusted_until: Instant) {
-        self.lock().extend(fences.map(|fence| (fence, trusted_until)));
+    /// Takes claims in, each with the bytes that came with it.
+    pub(super) fn add(&self, claims: impl Iterator<Item = (Fence, u64)>, trusted_until: Instant) {
+        self.lock().extend(claims.map(|(fence, bytes)| (fence, Holding { trusted_until, bytes })));
+    }
+
+    /// Notes that the payload of a claim is not in memory any more.
+    pub(super) fn unload(&self, fence: Fence) {
+        if let Some(holding) = self.lock().get_mut(&fence) {
+            holding.bytes = 0;
+        }
+    }
+
+    /// The bytes of all payloads that came with their claims.
+    pub(super) fn bytes(&self) -> u64 {
+        self.lock().values().map(|holding| holding.bytes).sum()
     }
 
     /// Forgets claims: settled, or lost to somebody else.
@@ -34,20 +54,25 @@ impl Held {
     pub(super) fn renewed(&self, fences: &[Fence], trusted_until: Instant) {
         let mut claims = self.lock();
         for fence in fences {
-            if let Some(until) = claims.get_mut(fence) {
-                *until = trusted_until;
+            if let Some(holding) = claims.get_mut(fence) {
+                holding.trusted_until = trusted_until;
             }
         }
     }
 
     /// Until when the claim may be trusted; `None` when it is no longer ours.
     pub(super) fn trusted_until(&self, fence: Fence) -> Option<Instant> {
-        self.lock().get(&fence).copied()
+        self.lock().get(&fence).map(|holding| holding.trusted_until)
     }
 
     /// Those whose lease ends before then.
     pub(super) fn ending_before(&self, instant: Instant) -> Vec<Fence> {
-        self.lock().iter().filter(|(_, until)| **until < instant).map(|(fence, _)| *fence).collect()
+        let claims = self.lock();
+        claims
+            .iter()
+            .filter(|(_, holding)| holding.trusted_until < instant)
+            .map(|(fence, _)| *fence)
+            .collect()
     }
 
     pub(super) fn fences(&self) -> Vec<Fence> {
@@ -72,7 +97,7 @@ impl Held {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<Fence, Instant>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<Fence, Holding>> {
         self.claims.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,10 +1,11 @@
 //! The relay: moves messages from the outbox to a broker.
 //!
-//! Four tasks, joined by bounded channels, so that one batch is claimed while another waits for its
+//! Five tasks, joined by bounded channels, so that one batch is claimed while another waits for its
 //! acknowledgements and a third is settled:
 //!
 //! - the **claimer** wins batches of rows, as long as there is room for another one;
 //! - the **dispatcher** keeps up to `max_in_flight` publishes under way;
+//! - the **loader** reads payloads that were too large to come with their claims, within the budget of memory;
 //! - the **settler** alone writes to claimed rows: settlements, releases and renewals of leases;
 //! - the **sweeper** returns or buries claims whose lease is over, whoever held them.
 //!
@@ -19,6 +20,7 @@ mod handle;
 mod health;
 mod held;
 mod keys;
+mod loader;
 mod report;
 mod resting;
 mod settle;
@@ -58,13 +60,14 @@ use builder::Settings;
 use gate::Gate;
 use health::{Duty, Vitals};
 use held::Held;
+use loader::Loader;
 use report::Counters;
 use suspects::Suspects;
 
 /// Moves messages to a broker until it is told to stop.
 ///
 /// Any number of relays may run side by side, in one process or in many: who publishes a row is decided by its
-/// version. A relay uses at most three connections of the pool at a time (claim, settle, sweep).
+/// version. A relay uses at most four connections of the pool at a time (claim, load, settle, sweep).
 ///
 /// ```no_run
 /// # use sea_orm::Database;
@@ -227,7 +230,9 @@ impl<P: Publisher> Relay<P> {
         shared.vitals.running(true);
         let mut tasks = JoinSet::new();
         tasks.spawn(claimer::run(shared.clone(), to_dispatcher, to_settler.clone()));
-        tasks.spawn(dispatcher::run(shared.clone(), claims, to_settler));
+        let (loader, payloads) = Loader::new(shared.settings.loaded_budget());
+        tasks.spawn(dispatcher::run(shared.clone(), claims, to_settler, loader));
+        tasks.spawn(loader::run(shared.clone(), payloads));
         tasks.spawn(settler::run(shared.clone(), settlements));
         // Owners could not renew their leases while the database was away: let them first.
         let sweep_after = if waited { shared.settings.lease } else { Duration::ZERO };

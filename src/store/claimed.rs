@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use bytes::Bytes;
 use sea_orm::{ColumnType, DbErr, QueryResult, TryGetError, TryGetable};
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -28,6 +29,7 @@ pub struct Claim {
     suspect: bool,
     trusted_until: Instant,
     message: Message,
+    missing: Option<u64>,
 }
 
 impl Claim {
@@ -56,6 +58,18 @@ impl Claim {
     /// What to publish.
     pub fn message(&self) -> &Message {
         &self.message
+    }
+
+    /// How many bytes the payload has, if it was larger than [`ClaimRequest::inline_bytes`](super::ClaimRequest) and is
+    /// still to be [loaded](super::Store::load). Until then the message has an empty one.
+    pub fn missing_payload(&self) -> Option<u64> {
+        self.missing
+    }
+
+    /// Completes the message.
+    pub fn set_payload(&mut self, payload: Bytes) {
+        self.message.payload = payload;
+        self.missing = None;
     }
 
     /// Decides what becomes of the row. Nothing is written until
@@ -136,7 +150,7 @@ impl Claimed {
                 Err(error) => claimed.unreadable.push(Unreadable {
                     fence,
                     reason: reason(error),
-                    ordering_key: row.try_get_by_index(5 + ORDERING_KEY).ok().flatten(),
+                    ordering_key: row.try_get_by_index(MESSAGE + ORDERING_KEY).ok().flatten(),
                 }),
             }
         }
@@ -153,12 +167,18 @@ impl Claim {
         let attempts = u32::try_from(attempts).ok().filter(|attempts| *attempts > 0).ok_or_else(|| {
             DbErr::Type(format!("attempts is {}, before this one", attempts.wrapping_sub(1)))
         })?;
+        let missing = row.try_get_by_index::<Option<i64>>(5)?.map(i64::unsigned_abs);
+        let payload = match missing {
+            Some(_) => Vec::new(),
+            None => read_payload(row, MESSAGE + PAYLOAD, table)?,
+        };
         Ok(Self {
             fence,
             attempts,
             suspect: row.try_get_by_index::<i64>(4)? == 1,
             trusted_until: trust.0,
-            message: read_message(row, 5, table)?,
+            message: read_message(row, MESSAGE, payload, table)?,
+            missing,
         })
     }
 }
@@ -171,40 +191,50 @@ fn reason(error: DbErr) -> String {
     }
 }
 
-/// What a claim returns of `o`, in the order in which it is read here.
-pub(super) fn columns(table: &Table) -> String {
+/// What a claim returns of `o`, in the order in which it is read here. Payloads of more bytes than `inline` are left
+/// out.
+pub(super) fn columns(table: &Table, inline: Option<u64>) -> String {
     let Table { dialect, version, attempts, available_at, last_error, .. } = table;
     // SQLite knows the columns of RETURNING only by their bare names.
     let o = if *dialect == Dialect::Sqlite { "" } else { "o." };
     let id = if *dialect == Dialect::Sqlite { table.id.clone() } else { output_id(table) };
+    let (mut payload, mut missing) = (payload_column(table, o), None);
+    if let Some(inline) = inline {
+        let bytes = payload_bytes(table, o);
+        payload = format!("CASE WHEN {bytes} <= {inline} THEN {payload} END");
+        missing = Some(format!("CASE WHEN {bytes} > {inline} THEN {bytes} END"));
+    }
     format!(
         "\
         {id}, {version}, {o}{available_at}, {attempts_read}, \
-        {suspect}, {message}",
+        {suspect}, {missing}, {message}",
         version = dialect.integer(&format!("{o}{version}")),
         attempts_read = dialect.integer(&format!("{o}{attempts}")),
         suspect = dialect.integer(&format!(
             "CASE WHEN {o}{attempts} > 2 AND {o}{last_error} LIKE '{EXPIRED}%' THEN 1 ELSE 0 END"
         )),
-        message = message_columns(table, o),
+        missing = table.dialect.integer(&missing.unwrap_or_else(|| "NULL".to_owned())),
+        message = message_columns(table, o, &payload),
     )
 }
+
+/// The place of the first column of the message.
+const MESSAGE: usize = 6;
 
 /// The place of the ordering key among the columns of a message.
 const ORDERING_KEY: usize = 4;
 
+/// The place of the payload among them.
+pub(super) const PAYLOAD: usize = 8;
+
 /// The columns that make a message, in the order in which they are read here.
-pub(super) fn message_columns(table: &Table, prefix: &str) -> String {
+pub(super) fn message_columns(table: &Table, prefix: &str, payload: &str) -> String {
     let roles = &table.roles;
     let column = |role: &Role| format!("{prefix}{}", table.quoted(role));
     let text = |role: &Role| if role.is_text() { column(role) } else { table.dialect.text(&column(role)) };
     let optional = |role: &Option<Role>| match role {
         Some(role) => text(role),
         None => table.dialect.text("NULL"),
-    };
-    let payload = match &roles.payload {
-        role if is_bytes(role) => column(role),
-        role => text(role),
     };
     [
         column(&roles.message_id),
@@ -215,24 +245,46 @@ pub(super) fn message_columns(table: &Table, prefix: &str) -> String {
         optional(&roles.event_type),
         optional(&roles.content_type),
         optional(&roles.headers),
-        payload,
+        payload.to_owned(),
     ]
     .join(", ")
 }
 
+/// The payload as [`read_payload`] reads it.
+pub(super) fn payload_column(table: &Table, prefix: &str) -> String {
+    let role = &table.roles.payload;
+    let column = format!("{prefix}{}", table.quoted(role));
+    if is_bytes(role) || role.is_text() { column } else { table.dialect.text(&column) }
+}
+
+fn payload_bytes(table: &Table, prefix: &str) -> String {
+    let payload = payload_column(table, prefix);
+    match table.dialect {
+        Dialect::Postgres | Dialect::MySql => format!("octet_length({payload})"),
+        // Of bytes the length is known without reading them.
+        Dialect::Sqlite if is_bytes(&table.roles.payload) => format!("length({payload})"),
+        Dialect::Sqlite => format!("length(CAST({payload} AS BLOB))"),
+    }
+}
+
+pub(super) fn read_payload(row: &QueryResult, index: usize, table: &Table) -> Result<Vec<u8>, DbErr> {
+    let role = &table.roles.payload;
+    if is_bytes(role) { get(row, index, role) } else { Ok(get::<String>(row, index, role)?.into_bytes()) }
+}
+
 /// Reads a message from its columns, the first of which stands at `first`.
-pub(super) fn read_message(row: &QueryResult, first: usize, table: &Table) -> Result<Message, DbErr> {
+pub(super) fn read_message(
+    row: &QueryResult,
+    first: usize,
+    payload: Vec<u8>,
+    table: &Table,
+) -> Result<Message, DbErr> {
     let roles = &table.roles;
     let text = |place: usize, role: &Option<Role>| match role {
         Some(role) => get::<Option<String>>(row, first + place, role),
         None => Ok(None),
     };
     let id: Uuid = get(row, first, &roles.message_id)?;
-    let payload = if is_bytes(&roles.payload) {
-        get::<Vec<u8>>(row, first + 8, &roles.payload)?
-    } else {
-        get::<String>(row, first + 8, &roles.payload)?.into_bytes()
-    };
     Ok(Message {
         id: id.into(),
         topic: get(row, first + 1, &roles.topic)?,

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::{
     claim::milliseconds,
-    claimed::{message_columns, read_message},
+    claimed::{PAYLOAD, message_columns, payload_column, read_message, read_payload},
     dialect::Dialect,
     table::{Role, Roles, Table, literal},
 };
@@ -95,7 +95,7 @@ pub(crate) async fn stored<C: ConnectionTrait>(
     let parameters: Vec<String> = (1..=ids.len()).map(|number| format!("${number}")).collect();
     let sql = format!(
         "SELECT {columns} FROM {name} AS o WHERE o.{message_id} IN ({ids}){latest}",
-        columns = message_columns(&table, "o."),
+        columns = message_columns(&table, "o.", &payload_column(&table, "o.")),
         name = table.name,
         message_id = table.quoted(&roles.message_id),
         ids = parameters.join(", "),
@@ -104,7 +104,7 @@ pub(crate) async fn stored<C: ConnectionTrait>(
     );
     let values = ids.iter().map(|id| Value::from(id.as_uuid())).collect();
     let rows = db.query_all_raw(dialect.statement(sql, values)).await?;
-    rows.iter().map(|row| read_message(row, 0, &table)).collect()
+    rows.iter().map(|row| read_message(row, 0, read_payload(row, PAYLOAD, &table)?, &table)).collect()
 }
 
 fn statement(roles: &Roles, dialect: Dialect, rows: &[EnqueuedRow]) -> Result<InsertStatement, DbErr> {

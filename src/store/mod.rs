@@ -29,6 +29,7 @@ mod enqueue;
 mod error;
 mod fence;
 mod fenced;
+mod load;
 mod position;
 mod renew;
 mod requeue;

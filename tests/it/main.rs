@@ -9,6 +9,7 @@ mod crash;
 mod enqueue;
 mod health;
 mod lifecycle;
+mod memory;
 mod migration;
 mod nats;
 mod outage;
@@ -36,6 +37,7 @@ fn main() {
         lifecycle::tests(),
         relay::tests(),
         health::tests(),
+        memory::tests(),
         nats::tests(),
         outage::tests(),
         own_table::tests(),

@@ -80,6 +80,9 @@ pub struct ClaimRequest<'a> {
     pub lease: Duration,
     /// Where to begin, from [`Claimed::next`]; `None` at the head of the queue.
     pub after: Option<&'a Position>,
+    /// The most bytes of a payload that is read with the claim. Of larger ones only the size is read, to be
+    /// [loaded](Store::load) when it is their turn. `None`: all are read.
+    pub inline_bytes: Option<u64>,
 }
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
@@ -137,6 +140,22 @@ impl Store {
         claimed_by: &str,
         lease: Duration,
     ) -> Result<Claimed, StoreError> {
+        let request = ClaimRequest {
+            strategy: ClaimStrategy::Optimistic,
+            limit: candidates.len() as u64,
+            claimed_by,
+            lease,
+            after: None,
+            inline_bytes: None,
+        };
+        self.claim_fences(candidates, &request).await
+    }
+
+    async fn claim_fences(
+        &self,
+        candidates: &[Fence],
+        request: &ClaimRequest<'_>,
+    ) -> Result<Claimed, StoreError> {
         if candidates.is_empty() {
             return Ok(Claimed::default());
         }
@@ -148,9 +167,10 @@ impl Store {
         let Table { name, id, version, .. } = table;
         let rows = candidates.iter().map(|fence| (*fence, [])).collect();
         let mut values = given_values(table, rows);
-        let (set, columns) = (claim_set(table, values.len() + 1), claimed::columns(table));
+        let (set, columns) =
+            (claim_set(table, values.len() + 1), claimed::columns(table, request.inline_bytes));
         let given = given(table, &[]);
-        let trust = Trust::begin(lease);
+        let trust = Trust::begin(request.lease);
         let rows = match table.dialect {
             Dialect::MySql => {
                 let work = async {
@@ -169,14 +189,14 @@ impl Store {
                         candidates =
                             first.iter().map(|row| Fence::read(row, table)).collect::<Result<_, _>>()?;
                     }
-                    let rows = win(&txn, table, &candidates, claimed_by, lease).await?;
+                    let rows = win(&txn, table, &candidates, request).await?;
                     txn.commit().await?;
                     Ok(rows)
                 };
                 self.timed("claim", work).await?
             }
             Dialect::Postgres | Dialect::Sqlite => {
-                values.extend([claimed_by.into(), milliseconds(lease)]);
+                values.extend([request.claimed_by.into(), milliseconds(request.lease)]);
                 let matching = match table.dialect {
                     Dialect::Sqlite => {
                         format!("WHERE (o.{id}, o.{version}) IN (SELECT id, version FROM {given})")
@@ -259,8 +279,7 @@ async fn win(
     txn: &Transaction,
     table: &Table,
     candidates: &[Fence],
-    claimed_by: &str,
-    lease: Duration,
+    request: &ClaimRequest<'_>,
 ) -> Result<Vec<QueryResult>, DbErr> {
     if candidates.is_empty() {
         return Ok(Vec::new());
@@ -274,12 +293,12 @@ async fn win(
         given = given(table, &[]),
         given_id = given_id(table),
     );
-    values.extend([claimed_by.into(), milliseconds(lease)]);
+    values.extend([request.claimed_by.into(), milliseconds(request.lease)]);
     let sql = format!("UPDATE {given} SET {} WHERE o.{version} = g.version", claim_set(table, 2));
     if txn.execute(sql, values.clone()).await? == 0 {
         return Ok(Vec::new());
     }
-    let columns = claimed::columns(table);
+    let columns = claimed::columns(table, request.inline_bytes);
     let sql =
         format!("SELECT {columns} FROM {given} WHERE o.{version} = g.version + 1 AND o.{claimant} = $2");
     txn.query(sql, values).await

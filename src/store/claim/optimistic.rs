@@ -23,7 +23,7 @@ impl Store {
 
     pub(super) async fn claim_optimistic(&self, request: &ClaimRequest<'_>) -> Result<Claimed, StoreError> {
         let candidates = self.candidates(request.limit).await?;
-        let mut claimed = self.claim_candidates(&candidates, request.claimed_by, request.lease).await?;
+        let mut claimed = self.claim_fences(&candidates, request).await?;
         claimed.more = candidates.len() as u64 >= request.limit;
         Ok(claimed)
     }

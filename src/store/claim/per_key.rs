@@ -219,7 +219,7 @@ async fn claim_runs(
         }
         Dialect::MySql => {
             let locked = lock(txn, table, request.limit, candidates).await?;
-            win(txn, table, &without_gaps(candidates, &locked), request.claimed_by, request.lease).await
+            win(txn, table, &without_gaps(candidates, &locked), request).await
         }
         Dialect::Sqlite => {
             // Nobody else has written since the window was read.
@@ -235,7 +235,7 @@ async fn claim_runs(
                 RETURNING {columns}",
                 set = claim_set(table, 2),
                 given = given(table, &[]),
-                columns = claimed::columns(table),
+                columns = claimed::columns(table, request.inline_bytes),
             );
             txn.query(sql, values).await
         }
@@ -273,7 +273,7 @@ fn postgres_statement(
         RETURNING {columns}",
         given = given(table, &[("run", Column::Integer), ("place", Column::Integer)]),
         set = claim_set(table, 6),
-        columns = claimed::columns(table),
+        columns = claimed::columns(table, request.inline_bytes),
     );
     (sql, values)
 }

@@ -11,7 +11,7 @@ impl Store {
         let mut values = vec![integer(request.limit)];
         values.extend(after);
         let set = claim_set(table, values.len() + 1);
-        let columns = claimed::columns(table);
+        let columns = claimed::columns(table, request.inline_bytes);
         let trust = Trust::begin(request.lease);
         let rows = match table.dialect {
             Dialect::MySql => {
@@ -19,7 +19,7 @@ impl Store {
                     let txn = self.begin().await?;
                     let due = txn.query(format!("{due} FOR UPDATE SKIP LOCKED"), values).await?;
                     let due = due.iter().map(|row| Fence::read(row, table)).collect::<Result<Vec<_>, _>>()?;
-                    let rows = win(&txn, table, &due, request.claimed_by, request.lease).await?;
+                    let rows = win(&txn, table, &due, request).await?;
                     txn.commit().await?;
                     Ok(rows)
                 };

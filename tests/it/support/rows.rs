@@ -85,7 +85,7 @@ pub(crate) fn request(
     claimed_by: &str,
     lease: Duration,
 ) -> ClaimRequest<'_> {
-    ClaimRequest { strategy, limit, claimed_by, lease, after: None }
+    ClaimRequest { strategy, limit, claimed_by, lease, after: None, inline_bytes: None }
 }
 
 /// Claims the only due row.
