@@ -4,7 +4,7 @@ use std::{future::Future, sync::Arc, time::Duration};
 
 use tokio::{
     sync::mpsc::{Permit, Sender},
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
 use super::{Shared, gate::Passage, health::Duty, jittered, pace, report::add, walk::Walk};
@@ -41,17 +41,13 @@ pub(super) async fn run<P: Publisher>(
             Passage::Free => claimer.claim(claimer.rows, room).await,
         };
         claimer.give_back_unanswered().await;
-        let pause = match next {
+        let pause = match &next {
             Next::AtOnce => continue,
             Next::LostRace => Duration::from_millis(fastrand::u64(1..10)),
-            Next::Poll => {
-                let pause = jittered(claimer.shared.settings.poll_every);
-                let _ = claimer.unless_stopped(timeout(pause, claimer.shared.waker.woken())).await;
-                continue;
-            }
-            Next::Retry(pause) => pause,
+            Next::Poll => jittered(claimer.shared.settings.poll_every),
+            Next::WalkOn(pause) | Next::Retry(pause) => *pause,
         };
-        claimer.unless_stopped(sleep(pause)).await;
+        claimer.pause(pause, &next).await;
     }
 }
 
@@ -87,6 +83,8 @@ enum Next {
     AtOnce,
     LostRace,
     Poll,
+    /// With what this relay holds there is no hurry: what is further on may well be waiting for that.
+    WalkOn(Duration),
     Retry(Duration),
 }
 
@@ -94,14 +92,15 @@ impl<P: Publisher> Claimer<P> {
     /// Claims a batch and hands it to the dispatcher.
     async fn claim(&mut self, rows: usize, room: Permit<'_, Vec<Claim>>) -> Next {
         let claimed_by = self.claimed_by();
-        let Shared { store, settings, .. } = &*self.shared;
+        let head_may_have_moved = self.head_may_have_moved();
+        let Shared { store, settings, held, .. } = &*self.shared;
         let before = Instant::now();
         let request = ClaimRequest {
             strategy: settings.strategy.unwrap_or_default(),
             limit: rows as u64,
             claimed_by: &claimed_by,
             lease: settings.lease,
-            after: self.walk.next(),
+            after: self.walk.next(held.through(), head_may_have_moved),
             inline_bytes: Some(inline_bytes(&self.shared, rows)),
         };
         let mut claimed = store.claim(&request).await;
@@ -111,7 +110,8 @@ impl<P: Publisher> Claimer<P> {
         }
         match self.claimed(claimed, claimed_by, before, room).await {
             // Nothing that can be claimed was here; it may be further on.
-            Next::LostRace | Next::Poll if moved => Next::AtOnce,
+            Next::LostRace | Next::Poll if moved && self.shared.held.len() == 0 => Next::AtOnce,
+            Next::LostRace | Next::Poll if moved => Next::WalkOn(before.elapsed() * 2),
             next => next,
         }
     }
@@ -281,6 +281,31 @@ impl<P: Publisher> Claimer<P> {
         let Shared { settings, held, .. } = &*self.shared;
         let most = settings.most_held() - settings.batch_size;
         self.unless_stopped(held.wait_until_at_most(most)).await.is_some()
+    }
+
+    /// Whether with order per key the next messages of what this relay held may now be claimed: all of it is through
+    /// since the head of the queue was looked at, or as much as the run of one key.
+    fn head_may_have_moved(&self) -> bool {
+        let Shared { settings, held, .. } = &*self.shared;
+        let through = self.walk.through_since(held.through());
+        settings.ordering != Ordering::Unordered
+            && through > 0
+            && (held.len() == 0 || through >= (settings.batch_size as u64 / 4).min(250))
+    }
+
+    /// Waits before the next claim: in the absence of failures only until there is something new.
+    async fn pause(&self, pause: Duration, next: &Next) {
+        let Shared { settings, held, waker, .. } = &*self.shared;
+        let in_order = settings.ordering != Ordering::Unordered;
+        let head_moves = in_order && matches!(next, Next::Poll | Next::WalkOn(_));
+        let look_again = async {
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = waker.woken(), if matches!(next, Next::Poll) => {}
+                () = held.wait_until(|| self.head_may_have_moved()), if head_moves => {}
+            }
+        };
+        self.unless_stopped(look_again).await;
     }
 
     /// Waits until nothing is held; `false` when told to stop first.

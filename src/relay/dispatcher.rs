@@ -41,10 +41,7 @@ pub(super) async fn run<P: Publisher>(
             let claim = match dispatcher.next.pop_front() {
                 Some(claim) => claim,
                 None => match queue.pop_front() {
-                    Some(claim) => match dispatcher.admit(claim) {
-                        Some(claim) => claim,
-                        None => continue,
-                    },
+                    Some(claim) => claim,
                     None => break,
                 },
             };
@@ -76,7 +73,8 @@ pub(super) async fn run<P: Publisher>(
                 }
             }
             batch = claims.recv(), if more && queue.is_empty() => match batch {
-                Some(batch) => queue.extend(batch),
+                // At once and not each when it is its turn: whoever ends a run must find all of it.
+                Some(batch) => queue.extend(batch.into_iter().filter_map(|claim| dispatcher.admit(claim))),
                 None => more = false,
             },
         }

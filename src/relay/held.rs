@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use tokio::{sync::Notify, time::Instant};
@@ -12,6 +15,8 @@ use crate::store::Fence;
 #[derive(Debug, Default)]
 pub(super) struct Held {
     claims: Mutex<HashMap<Fence, Holding>>,
+    /// How many have been forgotten, ever.
+    through: AtomicU64,
     removed: Notify,
 }
 
@@ -45,8 +50,11 @@ impl Held {
     pub(super) fn remove<'a>(&self, fences: impl IntoIterator<Item = &'a Fence>) {
         let mut claims = self.lock();
         for fence in fences {
-            claims.remove(fence);
+            if claims.remove(fence).is_some() {
+                self.through.fetch_add(1, Ordering::Relaxed);
+            }
         }
+        drop(claims);
         self.removed.notify_waiters();
     }
 
@@ -83,14 +91,24 @@ impl Held {
         self.lock().len()
     }
 
+    /// How many claims have come to their end, ever.
+    pub(super) fn through(&self) -> u64 {
+        self.through.load(Ordering::Relaxed)
+    }
+
     /// Waits until no more than so many are held.
     pub(super) async fn wait_until_at_most(&self, most: usize) {
+        self.wait_until(|| self.len() <= most).await;
+    }
+
+    /// Waits until it is so; it is asked whenever claims have come to their end.
+    pub(super) async fn wait_until(&self, is_so: impl Fn() -> bool) {
         loop {
             let removed = self.removed.notified();
             tokio::pin!(removed);
             // Listens before it looks, so that nothing is missed in between.
             removed.as_mut().enable();
-            if self.len() <= most {
+            if is_so() {
                 return;
             }
             removed.await;

@@ -132,6 +132,12 @@ impl Claimed {
         self.claims.len() + self.unreadable.len()
     }
 
+    /// The rows won.
+    pub(super) fn fences(&self) -> impl Iterator<Item = Fence> + '_ {
+        let claims = self.claims.iter().map(Claim::fence);
+        claims.chain(self.unreadable.iter().map(Unreadable::fence))
+    }
+
     /// Reads each row by itself: one that cannot be read harms no other.
     pub(super) fn read(rows: &[QueryResult], table: &Table, trust: Trust) -> Result<Self, StoreError> {
         let mut claimed = Claimed { claims: Vec::with_capacity(rows.len()), ..Claimed::default() };

@@ -12,6 +12,7 @@ mod lifecycle;
 mod memory;
 mod migration;
 mod nats;
+mod ordering;
 mod outage;
 mod own_table;
 mod payloads;
@@ -39,6 +40,7 @@ fn main() {
         health::tests(),
         memory::tests(),
         nats::tests(),
+        ordering::tests(),
         outage::tests(),
         own_table::tests(),
         crash::tests(),

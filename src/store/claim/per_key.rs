@@ -1,17 +1,21 @@
 //! Runs of messages of one key, in order, and none of them while an earlier one is unfinished.
 //!
-//! Two statements. The first reads a window of the due index and finds in it, for each key, the messages before which
-//! no other of the key is unfinished: the *run*. The second locks runs, passing over rows that somebody else is
-//! claiming, and wins of each run only what has no gap before it. So whatever happens between and beside the two, a
-//! message is won only together with all unfinished ones before it.
+//! First a window of the due index is read; then, for those in it that might be claimed, the first unfinished message
+//! of the key and the next one behind each. Together they show, for each key, the messages before which no other of
+//! the key is unfinished: the *run*. Then runs are locked, passing over rows that somebody else is claiming, and of each
+//! only what has no gap before it is won. So whatever happens between and beside these statements, a message is won only together with all
+//! unfinished ones before it.
+//!
+//! They are plain statements on purpose: one that found the runs by itself, with window functions, took MySQL and
+//! MariaDB a second for 4,000 entries.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use sea_orm::{DbErr, QueryResult, Value};
 
 use super::{BehindFailed, ClaimRequest, Trust, claim_set, integer, milliseconds, suspect, win};
 use crate::store::{
-    Claimed, Fence, Position, Store, StoreError, Transaction, claimed,
+    Claimed, Fence, Position, RowId, Store, StoreError, Transaction, claimed,
     dialect::Dialect,
     fenced::{Column, FOR_UPDATE_OF_O, Given, given, given_id, given_values, output_id},
     table::Table,
@@ -25,7 +29,10 @@ const WINDOW: u64 = 4;
 const SMALLEST_WINDOW: u64 = 1_000;
 
 /// Which part of a batch one key may have, so that a hot key leaves room for the others.
-const LONGEST_RUN: u64 = 4;
+const PART_OF_BATCH: u64 = 4;
+
+/// And no more than so many, however large the batch: they are published one after the other.
+const LONGEST_RUN: u64 = 250;
 
 /// A message that may be claimed together with those of its run that have a lower place.
 struct Candidate {
@@ -36,12 +43,28 @@ struct Candidate {
     place: i64,
 }
 
-/// What the first statement found.
-#[derive(Default)]
+/// An entry of the due index.
+struct Entry {
+    fence: Fence,
+    position: Position,
+    key: Option<String>,
+    /// Whether it is there to be claimed.
+    ready: bool,
+}
+
+/// What the first statement read.
 struct Window {
-    candidates: Vec<Candidate>,
-    /// Its last entry, if there may be more behind it.
-    end: Option<Position>,
+    /// In the order of the index.
+    entries: Vec<Entry>,
+    /// Whether there may be more behind the last of them.
+    more: bool,
+}
+
+/// Entries of one key that are ready, by id, as indices among the entries. One without a key is a run of its own.
+struct Run {
+    entries: Vec<usize>,
+    /// Which of them is due first.
+    first: usize,
 }
 
 impl Store {
@@ -50,31 +73,44 @@ impl Store {
         request: &ClaimRequest<'_>,
         behind_failed: BehindFailed,
     ) -> Result<Claimed, StoreError> {
-        let hint = self.key_index_hint().await?;
         let trust = Trust::begin(request.lease);
+        let hint = self.key_index_hint().await?;
         let work = async {
             let txn = self.begin().await?;
-            let window = read_window(&txn, &self.table, request, behind_failed, &hint).await?;
-            let rows = if window.candidates.is_empty() {
+            let window = read_window(&txn, &self.table, request).await?;
+            let mut runs = runs(&window.entries, (request.limit / PART_OF_BATCH).clamp(1, LONGEST_RUN));
+            let keyed = Keyed::of(&self.table, behind_failed, &hint);
+            cut(&txn, &self.table, keyed.as_ref(), &window.entries, &mut runs, request.limit).await?;
+            let candidates = candidates(&window.entries, &runs);
+            let rows = if candidates.is_empty() {
                 Vec::new()
             } else {
-                claim_runs(&txn, &self.table, request, &window.candidates).await?
+                claim_runs(&txn, &self.table, request, &candidates).await?
             };
             txn.commit().await?;
-            Ok((rows, window))
+            Ok((rows, window, runs))
         };
-        let (rows, window) = self.timed("claim", work).await?;
+        let (rows, Window { entries, more }, runs) = self.timed("claim", work).await?;
         let mut claimed = Claimed::read(&rows, &self.table, trust)?;
         let full = claimed.len() as u64 >= request.limit;
-        claimed.more = full || window.end.is_some();
-        claimed.next = if full { claimed.last.take() } else { window.end };
+        claimed.more = full || more;
+        claimed.next = if full {
+            // The runs before the last one that was won were all tried. Those behind it begin further on.
+            let won: HashSet<RowId> = claimed.fences().map(|fence| fence.id).collect();
+            let is_won = |run: &&Run| run.entries.iter().any(|entry| won.contains(&entries[*entry].fence.id));
+            runs.iter().rfind(is_won).map(|run| entries[run.first].position.clone())
+        } else {
+            entries.into_iter().next_back().filter(|_| more).map(|entry| entry.position)
+        };
         Ok(claimed)
     }
 }
 
 /// Whether `o` has no unfinished message of its key before it, as a condition to append.
 pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed, hint: &str) -> String {
-    let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else { return String::new() };
+    let Some(Keyed { key, unfinished, hint }) = Keyed::of(table, behind_failed, hint) else {
+        return String::new();
+    };
     let Table { name, id, .. } = table;
     format!(
         " AND NOT EXISTS (
@@ -88,11 +124,13 @@ struct Keyed {
     key: String,
     /// Whether a row `p` stands in the way of later ones.
     unfinished: String,
+    /// Which index finds it.
+    hint: String,
 }
 
 impl Keyed {
     /// `None` when the table has no keys, which is refused before it comes to this.
-    fn of(table: &Table, behind_failed: BehindFailed) -> Option<Self> {
+    fn of(table: &Table, behind_failed: BehindFailed, hint: &str) -> Option<Self> {
         let key = table.optional(&table.roles.ordering_key)?;
         let sent_at = table.optional(&table.roles.sent_at)?;
         let unfinished = match behind_failed {
@@ -101,109 +139,162 @@ impl Keyed {
                 format!("p.{sent_at} IS NULL AND p.{} <> {}", table.status, table.failed)
             }
         };
-        Some(Self { key, unfinished })
+        Some(Self { key, unfinished, hint: hint.to_owned() })
     }
 }
 
-async fn read_window(
-    txn: &Transaction,
-    table: &Table,
-    request: &ClaimRequest<'_>,
-    behind_failed: BehindFailed,
-    hint: &str,
-) -> Result<Window, DbErr> {
-    let Some(Keyed { key, unfinished }) = Keyed::of(table, behind_failed) else {
-        return Ok(Window::default());
-    };
-    let Table { dialect, name, id, status, version, available_at, pending, .. } = table;
+async fn read_window(txn: &Transaction, table: &Table, request: &ClaimRequest<'_>) -> Result<Window, DbErr> {
+    let Table { dialect, name, version, available_at, status, pending, .. } = table;
     let size = request.limit.saturating_mul(WINDOW).max(SMALLEST_WINDOW);
-    let mut values = vec![integer(size), integer((request.limit / LONGEST_RUN).max(1))];
-    let (after, position) = Position::after(request.after, table, 3);
-    let before = match request.after {
-        None => String::new(),
-        // The same parameters.
-        Some(_) => format!(
-            " OR p.{available_at} < {at} OR p.{available_at} = {at} AND p.{id} <= {after_id}",
-            at = Position::parameter(table, 3),
-            after_id = Position::id_parameter(table, 4),
-        ),
-    };
-    values.extend(position);
-    let materialized = if *dialect == Dialect::MySql { "" } else { "MATERIALIZED " };
-    let longest = if *dialect == Dialect::Postgres { "$2::bigint" } else { "$2" };
+    let (after, position) = Position::after(request.after, table, 2);
+    let key = table.optional(&table.roles.ordering_key).unwrap_or_else(|| dialect.text("NULL"));
     let sql = format!(
         "\
-        WITH entries AS {materialized}(
-            SELECT {id} AS id, {version} AS version, {key} AS ordering_key, {available_at} AS available_at,
-                CASE WHEN {status} = {pending} AND NOT {suspect} THEN 1 ELSE 0 END AS ready
-            FROM {name}
-            WHERE {available_at} <= {now}{after}
-            ORDER BY {available_at}, {id}
-            LIMIT $1
-        ), end_of_window AS {materialized}(
-            SELECT available_at, id, (SELECT COUNT(*) FROM entries) AS size
-            FROM entries ORDER BY available_at DESC, id DESC LIMIT 1
-        ), placed AS {materialized}(
-            SELECT id, version, ordering_key, available_at,
-                ROW_NUMBER() OVER (PARTITION BY ordering_key ORDER BY id) AS place,
-                MAX(id) OVER (PARTITION BY ordering_key) AS last_id
-            FROM entries WHERE ready = 1
-        ), held AS {materialized}(
-            SELECT id, version, ordering_key, available_at, place,
-                CASE WHEN place = 1 AND ordering_key IS NOT NULL THEN (
-                    SELECT p.{id} FROM {name} p{hint}
-                    WHERE p.{key} = placed.ordering_key AND p.{id} < placed.last_id AND {unfinished}
-                        AND (p.{status} <> {pending} OR {suspect_before}
-                            OR p.{available_at} > (SELECT available_at FROM end_of_window)
-                            OR p.{available_at} = (SELECT available_at FROM end_of_window)
-                                AND p.{id} > (SELECT id FROM end_of_window){before})
-                    ORDER BY p.{id} LIMIT 1
-                ) END AS held_from
-            FROM placed
-        ), keyed AS (
-            SELECT id, version, ordering_key, available_at,
-                CASE WHEN ordering_key IS NULL THEN 1 ELSE place END AS place,
-                CASE WHEN ordering_key IS NULL THEN available_at
-                    ELSE MIN(available_at) OVER (PARTITION BY ordering_key) END AS first_at,
-                CASE WHEN ordering_key IS NULL THEN id
-                    ELSE MIN(id) OVER (PARTITION BY ordering_key) END AS first_id,
-                CASE WHEN ordering_key IS NOT NULL
-                    THEN MAX(held_from) OVER (PARTITION BY ordering_key) END AS held_from
-            FROM held
-        ), runs AS (
-            SELECT id, version, place, DENSE_RANK() OVER (ORDER BY first_at, first_id) AS run
-            FROM keyed WHERE (held_from IS NULL OR id < held_from) AND place <= {longest}
-        )
-        SELECT {output_id}, {version_read}, {run}, {place}, {window_size}, e.available_at, {end_id}
-        FROM end_of_window e LEFT JOIN runs o ON 1 = 1
-        ORDER BY o.run, o.place",
+        SELECT {id}, {version_read}, {key}, {available_at}, {ready}
+        FROM {name} o
+        WHERE {available_at} <= {now}{after}
+        ORDER BY {available_at}, {by_id}
+        LIMIT $1",
+        id = output_id(table),
+        version_read = dialect.integer(version),
+        by_id = table.id,
         now = dialect.now(),
-        suspect = suspect(table, ""),
-        suspect_before = suspect(table, "p."),
-        output_id = dialect.integer("o.id"),
-        version_read = dialect.integer("o.version"),
-        run = dialect.integer("o.run"),
-        place = dialect.integer("o.place"),
-        window_size = dialect.integer("e.size"),
-        end_id = dialect.integer("e.id"),
+        ready = dialect.integer(&format!(
+            "CASE WHEN {status} = {pending} AND NOT {} THEN 1 ELSE 0 END",
+            suspect(table, "")
+        )),
     );
+    let values = std::iter::once(integer(size)).chain(position).collect();
     let rows = txn.query(sql, values).await?;
-    let mut window = Window::default();
-    for row in &rows {
-        if window.end.is_none() && row.try_get_by_index::<i64>(4)? >= i64::try_from(size).unwrap_or(i64::MAX)
-        {
-            window.end = Some(Position::read(row, 5, 6, table)?);
-        }
-        // Without runs there is one row, of the window alone.
-        if let Some(id) = row.try_get_by_index::<Option<i64>>(0)? {
-            window.candidates.push(Candidate {
-                fence: Fence::new(id, row.try_get_by_index(1)?),
-                run: row.try_get_by_index(2)?,
-                place: row.try_get_by_index(3)?,
-            });
+    let entries = rows.iter().map(|row| {
+        Ok(Entry {
+            fence: Fence::read(row, table)?,
+            key: row.try_get_by_index(2)?,
+            position: Position::read(row, 3, 0, table)?,
+            ready: row.try_get_by_index::<i64>(4)? == 1,
+        })
+    });
+    let entries = entries.collect::<Result<Vec<_>, DbErr>>()?;
+    Ok(Window { more: entries.len() as u64 >= size, entries })
+}
+
+/// The runs as far as the window shows them, by what is due first.
+fn runs(entries: &[Entry], longest: u64) -> Vec<Run> {
+    let longest = usize::try_from(longest).unwrap_or(usize::MAX);
+    let mut keyed: HashMap<&str, Vec<usize>> = HashMap::new();
+    let mut runs = Vec::new();
+    for (index, entry) in entries.iter().enumerate() {
+        match entry.key.as_deref() {
+            Some(key) => keyed.entry(key).or_default().push(index),
+            None if entry.ready => runs.push(Run { entries: vec![index], first: index }),
+            None => {}
         }
     }
-    Ok(window)
+    for (_, mut of_key) in keyed {
+        of_key.sort_unstable_by_key(|index| entries[*index].fence);
+        let ready = of_key.iter().take(longest).take_while(|index| entries[**index].ready).count();
+        of_key.truncate(ready);
+        if let Some(first) = of_key.iter().copied().min() {
+            runs.push(Run { entries: of_key, first });
+        }
+    }
+    runs.sort_unstable_by_key(|run| run.first);
+    runs
+}
+
+/// Cuts each run where an unfinished message comes before the next of it that is not of the run, wherever it stands,
+/// and leaves no more runs than a batch has use for.
+async fn cut(
+    txn: &Transaction,
+    table: &Table,
+    keyed: Option<&Keyed>,
+    entries: &[Entry],
+    runs: &mut Vec<Run>,
+    limit: u64,
+) -> Result<(), DbErr> {
+    let Some(by_key) = keyed else { return Ok(()) };
+    let is_keyed = |run: &Run| entries[run.first].key.is_some();
+    let fence = |entry: &usize| entries[*entry].fence;
+    let keyed = runs.iter().filter(|run| is_keyed(run));
+    let first_of_runs = keyed.filter_map(|run| run.entries.first()).map(fence).collect();
+    let heads = unfinished(txn, table, by_key, first_of_runs, false).await?;
+    runs.retain(|run| {
+        let first = run.entries.first().map(fence);
+        !is_keyed(run) || first.is_some_and(|first| heads.get(&first) == Some(&first.id))
+    });
+    // Twice the batch, since others may be claiming the same ones at this moment.
+    let mut room = limit.saturating_mul(2);
+    runs.retain(|run| {
+        let tried = room > 0;
+        room = room.saturating_sub(run.entries.len() as u64);
+        tried
+    });
+    let all_but_last = runs.iter().flat_map(|run| run.entries.split_last().map_or(&[][..], |(_, rest)| rest));
+    let next = unfinished(txn, table, by_key, all_but_last.map(fence).collect(), true).await?;
+    for run in runs {
+        let follows = |pair: &&[usize]| next.get(&fence(&pair[0])) == Some(&fence(&pair[1]).id);
+        let whole = run.entries.windows(2).take_while(follows).count() + 1;
+        run.entries.truncate(whole);
+    }
+    Ok(())
+}
+
+/// For each row the first unfinished one of its key, or the first behind it.
+///
+/// Always in ascending order: MySQL and MariaDB look for it from that end of the key at which the order begins, which
+/// for the last one before a row was the far end.
+async fn unfinished(
+    txn: &Transaction,
+    table: &Table,
+    keyed: &Keyed,
+    rows: Vec<Fence>,
+    behind: bool,
+) -> Result<HashMap<Fence, RowId>, DbErr> {
+    let mut found = HashMap::with_capacity(rows.len());
+    let Keyed { key, unfinished, hint } = keyed;
+    if rows.is_empty() {
+        return Ok(found);
+    }
+    let Table { dialect, name, id, version, .. } = table;
+    let values = given_values(table, rows.into_iter().map(|fence| (fence, [])).collect());
+    // Of one key and of rows that are not sent it is the order of the id. Said in full, or MySQL walks the primary key.
+    let in_index_order = match (dialect, table.optional(&table.roles.sent_at)) {
+        (Dialect::MySql, Some(sent_at)) => format!("p.{key}, p.{sent_at}, p.{id}"),
+        _ => format!("p.{id}"),
+    };
+    let sql = format!(
+        "\
+        SELECT {output_id}, {version_read}, {first}
+        FROM {given} {join} {name} o
+        WHERE o.{id} = {given_id} AND o.{version} = g.version",
+        output_id = output_id(table),
+        version_read = dialect.integer(&format!("o.{version}")),
+        first = dialect.integer(&format!(
+            "(
+                SELECT p.{id} FROM {name} p{hint}
+                WHERE p.{key} = o.{key} AND {unfinished}{behind}
+                ORDER BY {order} LIMIT 1
+            )",
+            order = in_index_order,
+            behind = if behind { format!(" AND p.{id} > o.{id}") } else { String::new() },
+        )),
+        given = given(table, &[]),
+        // The batch first.
+        join = if *dialect == Dialect::MySql { "STRAIGHT_JOIN" } else { "CROSS JOIN" },
+        given_id = given_id(table),
+    );
+    for row in &txn.query(sql, values).await? {
+        if let Some(first) = row.try_get_by_index::<Option<i64>>(2)? {
+            found.insert(Fence::read(row, table)?, RowId::Integer(first));
+        }
+    }
+    Ok(found)
+}
+
+fn candidates(entries: &[Entry], runs: &[Run]) -> Vec<Candidate> {
+    let numbered = (1..).zip(runs);
+    let placed = numbered.flat_map(|(run, entries)| (1..).zip(&entries.entries).map(move |at| (run, at)));
+    placed.map(|(run, (place, entry))| Candidate { fence: entries[*entry].fence, run, place }).collect()
 }
 
 async fn claim_runs(
@@ -291,12 +382,13 @@ async fn lock(
     values.push(integer(limit));
     let sql = format!(
         "\
-        SELECT {output_id}, o.{version}
+        SELECT {output_id}, {version_read}
         FROM {given} STRAIGHT_JOIN {name} o ON o.{id} = {given_id}
         WHERE o.{version} = g.version
         LIMIT $2
         {FOR_UPDATE_OF_O} SKIP LOCKED",
         output_id = output_id(table),
+        version_read = table.dialect.integer(&format!("o.{version}")),
         given = given(table, &[]),
         given_id = given_id(table),
     );
@@ -305,7 +397,7 @@ async fn lock(
 
 /// Those of the locked rows before which all of their run are locked.
 fn without_gaps(candidates: &[Candidate], locked: &[Fence]) -> Vec<Fence> {
-    let locked: std::collections::HashSet<Fence> = locked.iter().copied().collect();
+    let locked: HashSet<Fence> = locked.iter().copied().collect();
     let mut next: HashMap<i64, i64> = HashMap::new();
     let mut won = Vec::new();
     for Candidate { fence, run, place } in candidates {
