@@ -3,7 +3,9 @@
 #[cfg(feature = "postgres")]
 mod listener;
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+#[cfg(feature = "postgres")]
+use std::sync::Weak;
 
 #[cfg(feature = "postgres")]
 use sea_orm::{DatabaseConnection, DbBackend};

@@ -95,7 +95,8 @@ async fn within_budget(database: TestDatabase) {
     // Ten times the budget, with small ones in between.
     for chunk in 0..8 {
         let numbers = chunk * 20..(chunk + 1) * 20;
-        enqueue(&database.db, numbers.map(|n| message(n, if n % 2 == 0 { 512 * KIB } else { KIB }))).await;
+        enqueue(&database.db, numbers.map(|n| message(n, if n.is_multiple_of(2) { 512 * KIB } else { KIB })))
+            .await;
     }
     let publisher = relay_all(&database, 160, |relay| relay.memory_budget(4 * MIB as u64)).await;
     let most = publisher.most.load(Ordering::SeqCst);
@@ -134,7 +135,7 @@ async fn few_statements(database: TestDatabase) {
 }
 
 async fn in_order(database: TestDatabase) {
-    let sized = |n: u64| if n % 3 == 0 { 100 * KIB } else { KIB };
+    let sized = |n: u64| if n.is_multiple_of(3) { 100 * KIB } else { KIB };
     enqueue(&database.db, (0..120).map(|n| message(n, sized(n)).ordering_key(format!("key-{}", n % 4))))
         .await;
     let ordering = MessageOrdering::PerKey { behind_failed: BehindFailed::Hold };
