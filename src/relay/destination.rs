@@ -3,8 +3,14 @@
 use std::{sync::Arc, time::Duration};
 
 use tokio::time::{sleep, timeout};
+use tokio_util::sync::CancellationToken;
 
-use super::{Shared, builder::Settings, pace};
+use super::{
+    RelayError, Shared,
+    builder::Settings,
+    health::{Duty, Vitals},
+    pace,
+};
 use crate::{
     publisher::{PublishError, Publisher},
     store::Store,
@@ -66,4 +72,33 @@ pub(super) async fn warn<P: Publisher>(shared: Arc<Shared<P>>) {
             return;
         }
     }
+}
+
+/// Waits until the broker has said what is wrong with the destination, which is an error; `false` when told to stop
+/// first.
+pub(super) async fn refuse<P: Publisher>(
+    store: &Store,
+    publisher: &P,
+    settings: &Settings,
+    vitals: &Vitals,
+    stop: &CancellationToken,
+) -> Result<bool, RelayError> {
+    for failures in 1.. {
+        match faults(store, publisher, settings).await {
+            Ok(faults) if faults.is_empty() => break,
+            Ok(faults) => return Err(RelayError::Destination(faults.into())),
+            Err(error) => {
+                if failures == 1 {
+                    tracing::warn!(error, "waiting until the destination can be looked at");
+                }
+                vitals.note(Duty::Publish, false);
+            }
+        }
+        let pause = sleep(pace().delay(failures, fastrand::f64()));
+        if stop.run_until_cancelled(pause).await.is_none() {
+            return Ok(false);
+        }
+    }
+    vitals.note(Duty::Publish, true);
+    Ok(true)
 }

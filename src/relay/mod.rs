@@ -25,6 +25,7 @@ mod report;
 mod resting;
 mod settle;
 mod settler;
+mod start;
 mod suspects;
 mod sweeper;
 mod walk;
@@ -40,7 +41,7 @@ use sea_orm::DatabaseConnection;
 use tokio::{
     sync::mpsc,
     task::{JoinError, JoinSet},
-    time::{Instant, sleep},
+    time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -54,11 +55,11 @@ use crate::{
     Waker,
     lifecycle::RetryPolicy,
     publisher::Publisher,
-    store::{ClaimStrategy, Ordering, Store, StoreError, TableReport},
+    store::{Store, StoreError},
 };
 use builder::Settings;
 use gate::Gate;
-use health::{Duty, Vitals};
+use health::Vitals;
 use held::Held;
 use loader::Loader;
 use report::Counters;
@@ -97,7 +98,7 @@ pub enum RelayError {
     /// The table is missing or lacks what the relay needs, or the server is too old.
     #[error(transparent)]
     Table(Arc<StoreError>),
-    /// The strategy [`SkipLocked`](ClaimStrategy::SkipLocked) was asked for, or order per key, which stands on it, and
+    /// The strategy [`SkipLocked`](crate::ClaimStrategy::SkipLocked) was asked for, or order per key, which stands on it, and
     /// the server does not have it.
     #[error("the server has no SKIP LOCKED: set the strategy Optimistic, and no order per key")]
     NoSkipLocked,
@@ -195,15 +196,15 @@ impl<P: Publisher> Relay<P> {
 
     async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
         let Self { store, publisher, mut settings, waker, vitals } = self;
-        let Some((table, waited)) = wait_for_table(&store, &vitals, &stop).await? else {
+        let Some((table, waited)) = start::wait_for_table(&store, &vitals, &stop).await? else {
             return Ok(Report::default());
         };
         for (status, rows) in &table.unknown_statuses {
             tracing::warn!(status, rows, "rows have a status that means nothing: no relay touches them");
         }
-        settings.strategy = Some(strategy(settings.strategy, settings.ordering, &table)?);
+        settings.strategy = Some(start::strategy(settings.strategy, settings.ordering, &table)?);
         if settings.destination == DestinationCheck::Refuse {
-            match refuse(&store, &publisher, &settings, &vitals, &stop).await {
+            match destination::refuse(&store, &publisher, &settings, &vitals, &stop).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Report::default()),
                 Err(error) => return Err(error),
@@ -258,108 +259,5 @@ impl<P: Publisher> Relay<P> {
 impl<P> fmt::Debug for Relay<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Relay").field("settings", &self.settings).finish_non_exhaustive()
-    }
-}
-
-/// Waits until the broker has said what is wrong with the destination, which is an error; `false` when told to stop
-/// first.
-async fn refuse<P: Publisher>(
-    store: &Store,
-    publisher: &P,
-    settings: &Settings,
-    vitals: &Vitals,
-    stop: &CancellationToken,
-) -> Result<bool, RelayError> {
-    for failures in 1.. {
-        match destination::faults(store, publisher, settings).await {
-            Ok(faults) if faults.is_empty() => break,
-            Ok(faults) => return Err(RelayError::Destination(faults.into())),
-            Err(error) => {
-                if failures == 1 {
-                    tracing::warn!(error, "waiting until the destination can be looked at");
-                }
-                vitals.note(Duty::Publish, false);
-            }
-        }
-        let pause = sleep(pace().delay(failures, fastrand::f64()));
-        if stop.run_until_cancelled(pause).await.is_none() {
-            return Ok(false);
-        }
-    }
-    vitals.note(Duty::Publish, true);
-    Ok(true)
-}
-
-/// The strategy that was asked for, or the best that the server has.
-fn strategy(
-    asked_for: Option<ClaimStrategy>,
-    ordering: Ordering,
-    table: &TableReport,
-) -> Result<ClaimStrategy, RelayError> {
-    match (asked_for, table.skip_locked) {
-        (Some(ClaimStrategy::Optimistic), _) => Ok(ClaimStrategy::Optimistic),
-        (_, true) => Ok(ClaimStrategy::SkipLocked),
-        (None, false) if ordering == Ordering::Unordered => {
-            tracing::info!("the server has no SKIP LOCKED: the relay claims with the strategy Optimistic");
-            Ok(ClaimStrategy::Optimistic)
-        }
-        (_, false) => Err(RelayError::NoSkipLocked),
-    }
-}
-
-/// Waits until the database answers: what it says of the table, and whether it had to wait; `None` when told to stop
-/// first.
-async fn wait_for_table(
-    store: &Store,
-    vitals: &Vitals,
-    stop: &CancellationToken,
-) -> Result<Option<(TableReport, bool)>, RelayError> {
-    for failures in 1.. {
-        // Seen through even when told to stop: a statement that is given up costs the pool its connection, and with
-        // it a database in memory.
-        let error = match store.check_table().await {
-            Ok(table) => {
-                vitals.note(Duty::Claim, true);
-                return Ok(Some((table, failures > 1)));
-            }
-            Err(
-                error @ (StoreError::Table(_)
-                | StoreError::Schema { .. }
-                | StoreError::Entity { .. }
-                | StoreError::Unsupported(_)),
-            ) => return Err(RelayError::Table(Arc::new(error))),
-            Err(error) => error,
-        };
-        vitals.note(Duty::Claim, false);
-        if failures == 1 {
-            tracing::warn!(%error, "waiting for the database");
-        }
-        let pause = sleep(pace().delay(failures, fastrand::f64()));
-        if stop.run_until_cancelled(pause).await.is_none() {
-            return Ok(None);
-        }
-    }
-    Ok(None)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::store::BehindFailed;
-
-    #[test]
-    fn a_server_without_skip_locked_is_claimed_from_without_it_unless_it_was_asked_for() {
-        let per_key = Ordering::PerKey { behind_failed: BehindFailed::Hold };
-        let chosen = |asked_for, ordering, skip_locked| {
-            let table = TableReport { skip_locked, ..TableReport::default() };
-            strategy(asked_for, ordering, &table).ok()
-        };
-        let (skip_locked, optimistic) = (Some(ClaimStrategy::SkipLocked), Some(ClaimStrategy::Optimistic));
-        assert_eq!(chosen(None, Ordering::Unordered, true), skip_locked);
-        assert_eq!(chosen(None, Ordering::Unordered, false), optimistic);
-        assert_eq!(chosen(optimistic, Ordering::Unordered, true), optimistic);
-        assert_eq!(chosen(skip_locked, Ordering::Unordered, false), None);
-        assert_eq!(chosen(None, per_key, true), skip_locked);
-        assert_eq!(chosen(None, per_key, false), None);
     }
 }
