@@ -69,16 +69,8 @@ impl Store {
             Given::Text(status.to_owned()),
             Given::Integer(transition.refunds_attempt().into()),
             Given::Integer(delay),
-            Given::Text(self.fitting(transition.error().unwrap_or_default())),
+            Given::Text(transition.error().unwrap_or_default().to_owned()),
         ]
-    }
-
-    /// An error, cut to what the column of an application's own table holds.
-    fn fitting(&self, error: &str) -> String {
-        match self.table.roles.last_error.max_chars() {
-            Some(most) => error.chars().take(most).collect(),
-            None => error.to_owned(),
-        }
     }
 }
 

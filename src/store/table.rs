@@ -4,7 +4,7 @@ use std::fmt;
 
 use sea_orm::{
     ColumnTrait, ColumnType, EntityTrait,
-    sea_query::{Alias, DynIden, IntoIden, StringLen, TableRef},
+    sea_query::{Alias, DynIden, IntoIden, TableRef},
 };
 use sea_orm_outbox_entity::outbox_message::{self, Column as C};
 
@@ -283,16 +283,6 @@ impl Role {
 
     pub(super) fn iden(&self) -> DynIden {
         Alias::new(self.name).into_iden()
-    }
-
-    /// How many characters fit, where that is limited.
-    pub(super) fn max_chars(&self) -> Option<usize> {
-        match self.column_type {
-            ColumnType::String(StringLen::N(most)) | ColumnType::Char(Some(most)) => {
-                usize::try_from(most).ok()
-            }
-            _ => None,
-        }
     }
 
     /// Whether it is read as a text without being converted.
