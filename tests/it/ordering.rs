@@ -43,6 +43,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_contract_database("ordering::none_is_claimed_behind_an_unfinished_one", behind_unfinished),
         on_each_contract_database("ordering::a_run_ends_where_a_later_one_is_unfinished", ends_at_unfinished),
         on_each_contract_database("ordering::a_walk_wins_nothing_whose_key_began_before_it", walks),
+        on_each_contract_database("ordering::a_full_batch_makes_no_key_miss_its_turn", no_turn_is_missed),
         on_each_contract_database("ordering::behind_a_failed_one_the_rest_waits_or_goes_on", behind_failed),
         on_each_contract_database("ordering::requeued_messages_keep_their_order", requeued),
         on_each_contract_database("ordering::claims_at_once_never_split_a_run", never_split),
@@ -263,45 +264,47 @@ async fn ends_at_unfinished(database: TestDatabase) {
     assert_eq!((labels(&won), won.lost_races), (vec!["a1".into(), "1".into(), "b1".into()], 1));
 }
 
-/// Claims that go on where the last one ended win everything once, and never the second before the first.
+/// A claim that begins further on sees the middle of a key, and leaves it alone whether its beginning is claimed or not.
 async fn walks(database: TestDatabase) {
     let db = &database.db;
-    // More than two windows, every key in each of them.
-    enqueue_many(&database, 2_500, ("k", "n % 50")).await;
+    // A window is a thousand entries at least.
+    enqueue_many(&database, 1_200, ("k", "n % 2")).await;
+    enqueue(db, &["c", "c"]).await;
     let store = ordered(db, HOLD);
-    let mut won: HashMap<String, Vec<usize>> = HashMap::new();
-    let (mut claims, mut total) = (0, 0);
-    while total < 2_500 {
-        let mut after = None;
-        loop {
-            claims += 1;
-            assert!(claims < 400, "{total} rows were won");
-            let request = ClaimRequest {
-                after: after.as_ref(),
-                ..request(ClaimStrategy::SkipLocked, 100, "test:1", LEASE)
-            };
-            let claimed = store.claim(&request).await.unwrap();
-            let (next, before) = (claimed.next.clone(), after);
-            for claim in &claimed.claims {
-                let message = claim.message();
-                let number = String::from_utf8_lossy(message.payload()).parse().unwrap();
-                won.entry(message.ordering_key().unwrap().to_owned()).or_default().push(number);
-                total += 1;
-            }
-            assert!(store.settle(&acknowledge(claimed.claims)).await.unwrap().is_empty());
-            after = next;
-            if after.is_none() {
-                break;
-            }
-            assert!(
-                before.is_none_or(|before| after.as_ref().is_some_and(|after| *after > before)),
-                "it goes on"
-            );
-        }
+    let head = request(ClaimStrategy::SkipLocked, 40, "test:1", LEASE);
+    let first = store.claim(&head).await.unwrap();
+    assert_eq!(first.claims.len(), 20, "a quarter of the batch for each key");
+    let after = first.next.clone();
+    assert!(after.is_some() && first.more, "there is more behind the window");
+    let further_on = ClaimRequest { after: after.as_ref(), ..head };
+    let claimed = store.claim(&further_on).await.unwrap();
+    assert_eq!(labels(&claimed), ["c1", "c2"]);
+    assert!(claimed.next.is_none() && !claimed.more, "it was the end");
+    // Not when they are through either: there are others between them and the place where it begins.
+    assert!(store.settle(&acknowledge(first.claims)).await.unwrap().is_empty());
+    assert!(store.claim(&further_on).await.unwrap().claims.is_empty());
+    let mut expected: Vec<String> = (20..40).map(|n| format!("k{}{n}", n % 2)).collect();
+    let mut next = labels(&store.claim(&head).await.unwrap());
+    next.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(next, expected);
+}
+
+/// After a full batch the next claim begins where the first run begins that had no room in it.
+async fn no_turn_is_missed(database: TestDatabase) {
+    let db = &database.db;
+    enqueue_many(&database, 400, ("k", "n % 100")).await;
+    let store = ordered(db, HOLD);
+    let (mut after, mut won) = (None, 0);
+    for _ in 0..10 {
+        let request =
+            ClaimRequest { after: after.as_ref(), ..request(ClaimStrategy::SkipLocked, 40, "test:1", LEASE) };
+        let claimed = store.claim(&request).await.unwrap();
+        assert_eq!(claimed.claims.len(), 40);
+        won += 40;
+        after = claimed.next;
     }
-    for (key, numbers) in won {
-        assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "{key}: {numbers:?}");
-    }
+    assert_eq!(won, 400, "nothing is settled meanwhile, and nothing has to wait for that");
 }
 
 async fn behind_failed(database: TestDatabase) {
