@@ -14,6 +14,7 @@ mod shared;
 
 use std::{
     fmt,
+    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -41,8 +42,8 @@ use tokio::{sync::Barrier, task::JoinSet};
 /// How often the head of the queue is looked at, as a relay does.
 const HEAD_EVERY: Duration = Duration::from_secs(1);
 
-/// What a worker does when it found nothing, until all is settled.
-const PAUSE: Duration = Duration::from_millis(2);
+/// How long a worker waits that won nothing, as a relay does after a lost race.
+const PAUSE_MS: Range<u64> = 1..10;
 
 /// Ordering keys, where there are any.
 const KEYS: u64 = 1_000;
@@ -156,7 +157,6 @@ struct Figure {
 async fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let mut interrupt = Interrupt::listen()?;
-    let mut figures = Vec::new();
     for database in DatabaseName::value_variants() {
         if !arguments.database.is_empty() && !arguments.database.contains(database) {
             continue;
@@ -168,16 +168,13 @@ async fn main() -> Result<()> {
             measured = measure(&arguments, *database, &mut server) => measured,
         };
         let stopped = server.stop().await;
-        for figure in measured? {
-            if arguments.json {
-                print_json(&figure)?;
-            }
-            figures.push(figure);
+        let figures = measured?;
+        if arguments.json {
+            figures.iter().try_for_each(print_json)?;
+        } else {
+            print_table(&figures);
         }
         stopped?;
-    }
-    if !arguments.json {
-        print_table(&figures);
     }
     Ok(())
 }
@@ -437,7 +434,7 @@ impl<'a> Bench<'a> {
             let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
                           AND backend_type = 'client backend' AND pid <> pg_backend_pid()";
             while self.number(DbBackend::Postgres, others).await? > 0 {
-                tokio::time::sleep(PAUSE).await;
+                tokio::time::sleep(Duration::from_millis(1)).await;
             }
         }
         Ok(())
@@ -574,8 +571,8 @@ impl Worker {
             }
             if claimed.claims.is_empty() {
                 tally.empty += 1;
-                if !claimed.more {
-                    tokio::time::sleep(PAUSE).await;
+                if at.is_none() {
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(PAUSE_MS))).await;
                 }
                 continue;
             }
