@@ -6,12 +6,17 @@ mod listener;
 use std::sync::Arc;
 #[cfg(feature = "postgres")]
 use std::sync::Weak;
+#[cfg(all(feature = "postgres", feature = "testing"))]
+use std::time::Duration;
 
 #[cfg(feature = "postgres")]
 use sea_orm::{DatabaseConnection, DbBackend};
 use tokio::sync::Notify;
 #[cfg(feature = "postgres")]
 use tokio_util::sync::{CancellationToken, DropGuard};
+
+#[cfg(feature = "postgres")]
+use listener::Probing;
 
 /// Wakes one of the relays that it was given to, of this process, so that a message need not wait for the next look at
 /// the queue ([`RelayBuilder::poll_every`](crate::RelayBuilder::poll_every)).
@@ -55,8 +60,8 @@ impl Waker {
     /// something: PostgreSQL orders the commits of transactions that notify.
     ///
     /// When the connection is lost it is made anew, and a relay is woken for what may have been missed. Behind a
-    /// pooler of transactions, such as PgBouncer in that mode, no notification arrives: this is found out by one of
-    /// our own, said once in the log, and tried again every five minutes.
+    /// pooler of transactions, such as PgBouncer in that mode, no notification arrives: this is found out before it
+    /// listens, said once in the log, and tried again every five minutes.
     ///
     /// # Errors
     /// [`ListenError`] when the database is not PostgreSQL.
@@ -77,6 +82,22 @@ impl Waker {
     /// Outside a Tokio runtime.
     #[cfg(feature = "postgres")]
     pub fn listening_to(db: &DatabaseConnection, channel: &str) -> Result<Self, ListenError> {
+        Self::probing(db, channel, Probing::default())
+    }
+
+    /// The same, and soon tries again whether notifications arrive.
+    #[cfg(all(feature = "postgres", feature = "testing"))]
+    #[doc(hidden)]
+    pub fn listening_impatiently(
+        db: &DatabaseConnection,
+        channel: &str,
+        patience: Duration,
+    ) -> Result<Self, ListenError> {
+        Self::probing(db, channel, Probing { limit: patience, every: patience, deaf_pause: patience })
+    }
+
+    #[cfg(feature = "postgres")]
+    fn probing(db: &DatabaseConnection, channel: &str, probing: Probing) -> Result<Self, ListenError> {
         let backend = db.get_database_backend();
         if backend != DbBackend::Postgres {
             return Err(ListenError(backend));
@@ -85,7 +106,7 @@ impl Waker {
         let shared = Shared { notify: Notify::new(), _listener: Some(token.clone().drop_guard()) };
         let waker = Self(Arc::new(shared));
         let weak = WeakWaker { waker: Arc::downgrade(&waker.0), gone: token };
-        tokio::spawn(listener::run(db.clone(), channel.to_owned(), weak));
+        tokio::spawn(listener::run(db.clone(), channel.to_owned(), weak, probing));
         Ok(waker)
     }
 

@@ -17,6 +17,7 @@ mod outage;
 mod own_table;
 mod payloads;
 mod plans;
+mod pooler;
 mod relay;
 mod sqlite;
 mod support;
@@ -47,6 +48,7 @@ fn main() {
         sqlite::tests(),
         versioned::tests(),
         wake::tests(),
+        pooler::tests(),
         plans::tests(),
         time::tests(),
         payloads::tests(),

@@ -2,6 +2,7 @@
 
 pub(crate) mod cost;
 pub(crate) mod database;
+pub(crate) mod log;
 pub(crate) mod nats;
 pub(crate) mod own;
 pub(crate) mod process;
