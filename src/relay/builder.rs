@@ -218,7 +218,8 @@ impl<P: Publisher> RelayBuilder<P> {
         self
     }
 
-    /// How long the messages of a topic rest whose destination is not set up, before it is tried again.
+    /// How long at most the messages of a topic rest whose destination is not set up, before it is tried again. At first
+    /// it is half a second, then each time twice as long: a stream that is without a leader soon has one.
     /// Default: 30 s.
     pub fn rest(mut self, rest: Duration) -> Self {
         self.settings.rest = rest;

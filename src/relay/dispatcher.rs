@@ -199,8 +199,8 @@ impl<P: Publisher> Dispatcher<'_, P> {
             PublishErrorKind::Configuration => {
                 // The broker is there: it said so.
                 gate.open();
-                let delay = self.shared.settings.rest;
-                self.resting.rest(claim.message().topic(), &reason, delay);
+                let topic = claim.message().topic();
+                let delay = self.resting.rest(topic, &reason, self.shared.settings.rest);
                 Outcome::Postponed { reason, delay }
             }
             PublishErrorKind::Unavailable => {

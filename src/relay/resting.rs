@@ -7,27 +7,45 @@ use tokio::time::Instant;
 /// More topics than this are not remembered; their messages are tried one by one.
 const MAX_TOPICS: usize = 10_000;
 
-/// Topics that rest, each with the reason and until when.
+/// How long a topic rests at first. What looks like a missing destination may be an election of a stream's leader.
+const FIRST_REST: Duration = Duration::from_millis(500);
+
+/// Topics that rest.
 #[derive(Debug, Default)]
 pub(super) struct Resting {
-    topics: HashMap<String, (Instant, String)>,
+    topics: HashMap<String, Rest>,
+}
+
+#[derive(Debug)]
+struct Rest {
+    until: Instant,
+    /// Each one is twice as long as the one before.
+    length: Duration,
+    reason: String,
 }
 
 impl Resting {
-    /// A publish found that the topic has no destination.
-    pub(super) fn rest(&mut self, topic: &str, reason: &str, rest: Duration) {
+    /// A publish found that the topic has no destination: how long it rests, `longest` at most.
+    pub(super) fn rest(&mut self, topic: &str, reason: &str, longest: Duration) -> Duration {
         let now = Instant::now();
-        let known = self.topics.contains_key(topic);
-        if !known {
-            tracing::warn!(topic, reason, ?rest, "the topic rests");
+        let length = match self.topics.get(topic) {
+            None => FIRST_REST.min(longest),
+            // Those that were in flight together fail together, and count as one.
+            Some(rest) if now < rest.until => return rest.until - now,
+            Some(rest) => (rest.length * 2).min(longest),
+        };
+        if !self.topics.contains_key(topic) {
+            tracing::warn!(topic, reason, "the topic rests");
             if self.topics.len() >= MAX_TOPICS {
-                self.topics.retain(|_, (until, _)| *until > now);
+                self.topics.retain(|_, rest| rest.until > now);
             }
             if self.topics.len() >= MAX_TOPICS {
-                return;
+                return longest;
             }
         }
-        self.topics.insert(topic.to_owned(), (now + rest, reason.to_owned()));
+        let rest = Rest { until: now + length, length, reason: reason.to_owned() };
+        self.topics.insert(topic.to_owned(), rest);
+        length
     }
 
     /// A publish was acknowledged.
@@ -39,8 +57,8 @@ impl Resting {
 
     /// For how long and why the topic still rests.
     pub(super) fn remaining(&self, topic: &str) -> Option<(Duration, &str)> {
-        let (until, reason) = self.topics.get(topic)?;
-        let remaining = until.saturating_duration_since(Instant::now());
-        (!remaining.is_zero()).then_some((remaining, reason))
+        let rest = self.topics.get(topic)?;
+        let remaining = rest.until.saturating_duration_since(Instant::now());
+        (!remaining.is_zero()).then_some((remaining, rest.reason.as_str()))
     }
 }
