@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_nats::{Client, connection::State};
+use tokio::time::Instant;
 
 use crate::publisher::PublishError;
 
@@ -14,6 +15,7 @@ pub(super) struct Connection {
 
 /// What the connection was like when a publish began.
 pub(super) struct Before {
+    pub(super) began: Instant,
     connects: u64,
     answers: u64,
 }
@@ -33,7 +35,11 @@ impl Connection {
         if !self.is_up() {
             return Err(PublishError::unavailable("not connected to NATS"));
         }
-        Ok(Before { connects: self.connects(), answers: self.answers.load(Ordering::Relaxed) })
+        Ok(Before {
+            began: Instant::now(),
+            connects: self.connects(),
+            answers: self.answers.load(Ordering::Relaxed),
+        })
     }
 
     /// That the server has answered a publish, whatever it said.

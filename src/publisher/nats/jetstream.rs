@@ -11,11 +11,12 @@ use async_nats::{
     },
 };
 
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use super::{
     DEFAULT_ACK_TIMEOUT,
     connection::{Before, Connection},
+    elections::Elections,
     headers, stream, subject,
 };
 use crate::{
@@ -31,6 +32,7 @@ pub(super) struct JetStream {
     ack_timeout: Duration,
     connection: Connection,
     expected_stream: Option<String>,
+    elections: Elections,
 }
 
 impl JetStream {
@@ -40,6 +42,7 @@ impl JetStream {
             ack_timeout: DEFAULT_ACK_TIMEOUT,
             connection: Connection::new(client),
             expected_stream: None,
+            elections: Elections::default(),
         }
     }
 
@@ -118,16 +121,25 @@ impl JetStream {
     /// No acknowledgement came in time. Whose fault is it?
     ///
     /// If the connection broke, or the server answers nothing at all, it is an outage. If the server answers and
-    /// knows the stream, and kept acknowledging others meanwhile, the message is charged.
+    /// knows the stream, and kept acknowledging others meanwhile, the message is charged; unless another server may
+    /// have become the stream's leader, since what the one before had not stored by then is lost without a word.
     async fn no_answer(&self, message: &Message, before: &Before) -> PublishError {
         const WHAT: &str = "JetStream's acknowledgement";
         if !self.connection.held(before) {
             return Connection::lost(WHAT);
         }
         let answered_others = self.connection.answered_since(before);
-        match self.stream_of(message.topic()).await {
-            Stream::Known(_) if answered_others => {
-                PublishError::transient(format!("{WHAT} did not come in time"))
+        let until = self.patience();
+        match self.stream_of(message.topic(), until).await {
+            Stream::Known(stream) if answered_others => {
+                let asked = self.elections.none_since(&self.context, &stream, before.began);
+                match timeout_at(until, asked).await {
+                    Ok(Ok(true)) => PublishError::transient(format!("{WHAT} did not come in time")),
+                    Ok(Ok(false)) => PublishError::configuration(format!(
+                        "{WHAT} did not come in time: the stream {stream} may have had an election meanwhile"
+                    )),
+                    Ok(Err(_)) | Err(_) => PublishError::configuration(no_leader(&stream)),
+                }
             }
             Stream::Known(stream) => PublishError::configuration(format!(
                 "the stream {stream} takes the subject {:?} and does not acknowledge: it has no leader at the \
@@ -144,10 +156,8 @@ impl JetStream {
 
     /// Nobody took the subject. A missing stream, one without a leader and JetStream being off look the same.
     async fn no_stream(&self, message: &Message) -> PublishError {
-        match self.stream_of(message.topic()).await {
-            Stream::Known(stream) => {
-                PublishError::configuration(format!("the stream {stream} has no leader at the moment"))
-            }
+        match self.stream_of(message.topic(), self.patience()).await {
+            Stream::Known(stream) => PublishError::configuration(no_leader(&stream)),
             Stream::None => PublishError::configuration(no_stream_takes(message.topic())),
             Stream::Silence(error) => PublishError::unavailable(format!(
                 "JetStream does not answer: {error}; is it switched on (`nats-server -js`)?"
@@ -155,9 +165,14 @@ impl JetStream {
         }
     }
 
-    /// Asks the server which stream takes the subject, in a part of the time that a publish has.
-    async fn stream_of(&self, topic: &str) -> Stream {
-        let asked = timeout(self.ack_timeout / 5, self.context.stream_by_subject(topic)).await;
+    /// Until when the server is asked for reasons: a part of the time that a publish has.
+    fn patience(&self) -> Instant {
+        Instant::now() + self.ack_timeout / 5
+    }
+
+    /// Asks the server which stream takes the subject.
+    async fn stream_of(&self, topic: &str, until: Instant) -> Stream {
+        let asked = timeout_at(until, self.context.stream_by_subject(topic)).await;
         match asked {
             Ok(Ok(stream)) => Stream::Known(stream),
             Ok(Err(error)) if error.kind() == GetStreamByNameErrorKind::NotFound => Stream::None,
@@ -209,6 +224,10 @@ pub(super) fn no_stream_takes(topic: &str) -> String {
         "no stream takes the subject {topic:?}: create one, for example with \
          `nats stream add NAME --subjects '{topic}'`, or add the subject to an existing one"
     )
+}
+
+fn no_leader(stream: &str) -> String {
+    format!("the stream {stream} has no leader at the moment")
 }
 
 fn context(client: &Client, ack_timeout: Duration) -> jetstream::Context {

@@ -2,6 +2,7 @@
 
 mod connection;
 mod core;
+mod elections;
 mod jetstream;
 mod stream;
 
