@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod claim;
+mod cluster;
 mod crash;
 mod enqueue;
 mod health;
@@ -42,6 +43,7 @@ fn main() {
         memory::tests(),
         nats::tests(),
         ordering::tests(),
+        cluster::tests(),
         outage::tests(),
         own_table::tests(),
         crash::tests(),
