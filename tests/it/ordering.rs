@@ -750,7 +750,7 @@ async fn lost(database: TestDatabase) {
 async fn many_keys(database: TestDatabase) {
     let (keys, each) = match database.kind {
         Kind::Postgres => (1_000, 100),
-        _ => (200, 50),
+        _ => (100, 50),
     };
     enqueue_many(&database, keys * each, ("k", &format!("n % {keys}"))).await;
     let observer = Arc::new(Observer { failing: 10, ..Observer::default() });
@@ -763,12 +763,14 @@ async fn many_keys(database: TestDatabase) {
     let total = (keys * each) as u64;
     until(&database, Status::Sent, total).await;
     let took = began.elapsed();
-    let mut sent = 0;
+    let mut settled = 0;
     for relay in relays {
-        sent += relay.shutdown().await.unwrap().sent;
+        let report = relay.shutdown().await.unwrap();
+        // What a statement wrote whose answer came too late counts as lost when it is written again.
+        settled += report.sent + report.lost;
     }
     eprintln!("{} {total} rows in {took:?}", database.kind);
-    assert_eq!(sent, total);
+    assert!(settled >= total, "{settled}");
     let counts = assert_first_in_order(&observer.seen.lock().unwrap());
     assert_eq!(counts.len(), keys);
     assert!(counts.values().all(|count| *count == each), "nothing is lost");
