@@ -31,6 +31,8 @@ pub(super) async fn run<P: Publisher>(
     while let Some(passage) = claimer.passage().await {
         let Some(Ok(room)) = claimer.unless_stopped(to_dispatcher.reserve()).await else { return };
         let next = match passage {
+            // It took a while to get here.
+            _ if claimer.shared.vitals.is_paused() => Next::AtOnce,
             Passage::One => claimer.probe(room).await,
             Passage::Free if Instant::now() >= suspects_after && claimer.shared.suspects.any() => {
                 drop(room);
@@ -137,7 +139,8 @@ impl<P: Publisher> Claimer<P> {
             return;
         }
         let turn_ends = Instant::now() + SUSPECTS_TURN;
-        while self.alone().await && Instant::now() < turn_ends && !self.shared.gate.is_closed() {
+        let Shared { gate, vitals, .. } = &*self.shared.clone();
+        while self.alone().await && Instant::now() < turn_ends && !gate.is_closed() && !vitals.is_paused() {
             let Some(suspect) = self.shared.suspects.take() else { return };
             let Ok(room) = to_dispatcher.reserve().await else { return };
             if let Next::Retry(_) = self.claim_suspect(suspect, room).await {

@@ -41,14 +41,21 @@ pub(super) async fn faults<P: Publisher>(
     store: &Store,
     publisher: &P,
     settings: &Settings,
+    stop: &CancellationToken,
 ) -> Result<Vec<String>, String> {
     let topics = store.topics(TOPICS).await.map_err(|error| error.to_string())?;
     let attempt = settings.lease + settings.sweep_every + settings.publish_timeout;
-    let asked = timeout(LIMIT, publisher.check(&topics, settings.retry.longest(attempt))).await;
+    let asked = timeout(LIMIT, publisher.check(&topics, settings.retry.longest(attempt)));
+    let Some(asked) = stop.run_until_cancelled(asked).await else {
+        return Err("told to stop".to_owned());
+    };
     let answer =
         asked.unwrap_or_else(|_| Err(PublishError::unavailable(format!("no answer within {LIMIT:?}"))));
     answer.map_err(|error| error.to_string())
 }
+
+/// How often a connection that is down is looked at again.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// How often the broker is asked that is there and does not say.
 const TRIES: u32 = 5;
@@ -57,8 +64,13 @@ const TRIES: u32 = 5;
 pub(super) async fn warn<P: Publisher>(shared: Arc<Shared<P>>) {
     let mut failures = 0;
     while failures < TRIES {
-        failures += u32::from(shared.publisher.is_connected());
-        match faults(&shared.store, &shared.publisher, &shared.settings).await {
+        failures += 1;
+        while !shared.publisher.is_connected() {
+            if shared.stop.run_until_cancelled(sleep(LOOK)).await.is_none() {
+                return;
+            }
+        }
+        match faults(&shared.store, &shared.publisher, &shared.settings, &shared.stop).await {
             Ok(faults) => {
                 for fault in faults {
                     tracing::warn!(fault, "the destination is not set up as the promises ask for");
@@ -84,7 +96,7 @@ pub(super) async fn refuse<P: Publisher>(
     stop: &CancellationToken,
 ) -> Result<bool, RelayError> {
     for failures in 1.. {
-        match faults(store, publisher, settings).await {
+        match faults(store, publisher, settings, stop).await {
             Ok(faults) if faults.is_empty() => break,
             Ok(faults) => return Err(RelayError::Destination(faults.into())),
             Err(error) => {

@@ -81,15 +81,19 @@ pub(super) async fn run<P: Publisher>(
     }
 }
 
+/// How long a message is put off whose payload could not be loaded.
+const NOT_LOADED_PAUSE: Duration = Duration::from_secs(1);
+
 /// How a publish ended.
 enum Published {
     Answered(Result<Ack, PublishError>),
     Panicked(String),
     /// It did not begin: a renewal found that the row belongs to somebody else.
     Lost,
-    /// It did not begin: its lease might have ended meanwhile, since it could not be renewed for a while, or its payload
-    /// is not to be had now.
+    /// It did not begin: its lease might have ended meanwhile, since it could not be renewed for a while.
     Untrusted,
+    /// It did not begin: its payload is not to be had now.
+    NotLoaded,
     /// It did not begin: its payload takes too long to load, or cannot be read.
     Unloadable(StoreError),
 }
@@ -106,7 +110,7 @@ async fn publish<P: Publisher>(shared: &Shared<P>, loader: &Loader, mut claim: C
         match loaded {
             Loaded::Payload(payload) => claim.set_payload(payload),
             Loaded::Lost => return (claim, Published::Lost),
-            Loaded::NotNow => return (claim, Published::Untrusted),
+            Loaded::NotNow => return (claim, Published::NotLoaded),
             Loaded::Never(error) => return (claim, Published::Unloadable(error)),
         }
     }
@@ -175,11 +179,14 @@ impl<P: Publisher> Dispatcher<'_, P> {
             Published::Answered(Err(error)) => self.failed(&claim, &error),
             Published::Panicked(message) => Outcome::Transient(format!("the publisher panicked: {message}")),
             Published::Untrusted => Outcome::Unused,
-            // A database that is slow today may be quicker tomorrow.
-            Published::Unloadable(error @ StoreError::Timeout { .. }) => {
-                Outcome::Transient(error.to_string())
+            Published::NotLoaded => {
+                postponed(&claim, "its payload could not be loaded".to_owned(), NOT_LOADED_PAUSE)
             }
-            Published::Unloadable(error) => Outcome::Permanent(format!("the row cannot be read: {error}")),
+            Published::Unloadable(error @ StoreError::Refused(_)) => {
+                Outcome::Permanent(format!("the row cannot be read: {error}"))
+            }
+            // A database that is slow today may be quicker tomorrow.
+            Published::Unloadable(error) => Outcome::Transient(error.to_string()),
             Published::Lost => {
                 tracing::debug!(id = %claim.fence().id, "lost before it was published");
                 add(&self.shared.counters.lost, 1);
@@ -201,7 +208,7 @@ impl<P: Publisher> Dispatcher<'_, P> {
                 gate.open();
                 let topic = claim.message().topic();
                 let delay = self.resting.rest(topic, &reason, self.shared.settings.rest);
-                Outcome::Postponed { reason, delay }
+                postponed(claim, reason, delay)
             }
             PublishErrorKind::Unavailable => {
                 let alone = self.alone == Some(claim.fence());

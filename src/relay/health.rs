@@ -117,6 +117,10 @@ impl Vitals {
         self.paused.send_replace(pause);
     }
 
+    pub(super) fn is_paused(&self) -> bool {
+        *self.paused.borrow()
+    }
+
     /// Waits until it is not paused.
     pub(super) async fn resumed(&self) {
         // The sender lives as long as this does.
@@ -129,7 +133,7 @@ impl Vitals {
         let fails = [&self.claiming_fails, &self.settling_fails, &self.renewing_fails, &self.sweeping_fails];
         Health {
             running: on(&self.running),
-            paused: *self.paused.borrow(),
+            paused: self.is_paused(),
             database: !fails.into_iter().any(on),
             broker: !on(&self.broker_is_away),
             swept: Duration::from_millis(now.saturating_sub(self.swept_at.load(Ordering::Relaxed))),

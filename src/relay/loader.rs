@@ -78,28 +78,31 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, mut requests: mpsc
     }
 }
 
-/// Loads a batch. Where that takes too long or cannot be read, it is halved until the row is found that is to blame.
+/// Loads a batch. Where that cannot be done, although the database answers, it is halved until the row is found that is
+/// to blame.
 async fn load(store: &Store, fences: Vec<Fence>) -> HashMap<Fence, Loaded> {
     let mut loaded = HashMap::with_capacity(fences.len());
     let mut parts = vec![fences];
     while let Some(mut part) = parts.pop() {
-        match store.load(&part).await {
+        let error = match store.load(&part).await {
             Ok(payloads) => {
                 loaded.extend(payloads.into_iter().map(|(fence, payload)| (fence, Loaded::Payload(payload))));
+                continue;
             }
-            Err(StoreError::Timeout { .. } | StoreError::Refused(_)) if part.len() > 1 => {
-                parts.push(part.split_off(part.len() / 2));
-                parts.push(part);
-            }
-            Err(error @ (StoreError::Timeout { .. } | StoreError::Refused(_))) => {
-                loaded.extend(part.pop().map(|fence| (fence, Loaded::Never(error))));
-            }
-            Err(error) => {
-                tracing::debug!(%error, "cannot load payloads now");
-                parts.push(part);
-                loaded.extend(parts.into_iter().flatten().map(|fence| (fence, Loaded::NotNow)));
-                break;
-            }
+            Err(error) => error,
+        };
+        tracing::debug!(%error, rows = part.len(), "cannot load payloads");
+        if !matches!(error, StoreError::Refused(_)) && store.ping().await.is_err() {
+            // It is none of these rows.
+            parts.push(part);
+            loaded.extend(parts.into_iter().flatten().map(|fence| (fence, Loaded::NotNow)));
+            break;
+        }
+        if part.len() > 1 {
+            parts.push(part.split_off(part.len() / 2));
+            parts.push(part);
+        } else {
+            loaded.extend(part.pop().map(|fence| (fence, Loaded::Never(error))));
         }
     }
     loaded

@@ -183,7 +183,7 @@ impl<P: Publisher> Relay<P> {
     /// # Errors
     /// When the database or the broker does not say.
     pub async fn check_destination(&self) -> Result<Vec<String>, String> {
-        destination::faults(&self.store, &self.publisher, &self.settings).await
+        destination::faults(&self.store, &self.publisher, &self.settings, &CancellationToken::new()).await
     }
 
     /// Relays in the background, on the current Tokio runtime.

@@ -16,6 +16,10 @@ const REST: u32 = 4;
 /// But after this long in any case.
 const LONGEST_REST: Duration = Duration::from_secs(10);
 
+/// And a walk that meets new messages for as long as it lasts begins again after this long: behind it others have become
+/// claimable that no look at the head sees.
+const LONGEST_WALK: Duration = Duration::from_secs(10);
+
 /// A walk along the queue, so that what stands at its head and cannot be claimed is not looked at by every claim:
 /// messages that others hold, or that are held behind a failed one.
 ///
@@ -46,7 +50,7 @@ impl Walk {
     /// Where the next claim begins; `None` at the head. `through` counts the claims that have come to their end.
     pub(super) fn next(&mut self, through: u64, head_may_have_moved: bool) -> Option<&Position> {
         let now = Instant::now();
-        if self.ended && now >= self.again {
+        if self.ended && now >= self.again || now >= self.began + LONGEST_WALK {
             self.at = None;
         }
         // Not twice in a row, or a busy head would keep the walk where it is.

@@ -200,7 +200,7 @@ fn reason(error: DbErr) -> String {
 /// What a claim returns of `o`, in the order in which it is read here. Payloads of more bytes than `inline` are left
 /// out.
 pub(super) fn columns(table: &Table, inline: Option<u64>) -> String {
-    let Table { dialect, version, attempts, available_at, last_error, .. } = table;
+    let Table { dialect, version, attempts, last_error, .. } = table;
     // SQLite knows the columns of RETURNING only by their bare names.
     let o = if *dialect == Dialect::Sqlite { "" } else { "o." };
     let id = if *dialect == Dialect::Sqlite { table.id.clone() } else { output_id(table) };
@@ -212,9 +212,10 @@ pub(super) fn columns(table: &Table, inline: Option<u64>) -> String {
     }
     format!(
         "\
-        {id}, {version}, {o}{available_at}, {attempts_read}, \
+        {id}, {version}, {available_at}, {attempts_read}, \
         {suspect}, {missing}, {message}",
         version = dialect.integer(&format!("{o}{version}")),
+        available_at = Position::output(table, o),
         attempts_read = dialect.integer(&format!("{o}{attempts}")),
         suspect = dialect.integer(&format!(
             "CASE WHEN {o}{attempts} > 2 AND {o}{last_error} LIKE '{EXPIRED}%' THEN 1 ELSE 0 END"
@@ -237,7 +238,7 @@ pub(super) const PAYLOAD: usize = 8;
 pub(super) fn message_columns(table: &Table, prefix: &str, payload: &str) -> String {
     let roles = &table.roles;
     let column = |role: &Role| format!("{prefix}{}", table.quoted(role));
-    let text = |role: &Role| if role.is_text() { column(role) } else { table.dialect.text(&column(role)) };
+    let text = |role: &Role| table.text(role, prefix);
     let optional = |role: &Option<Role>| match role {
         Some(role) => text(role),
         None => table.dialect.text("NULL"),

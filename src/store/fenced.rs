@@ -242,7 +242,8 @@ pub(super) fn given(table: &Table, columns: &[(&str, Column)]) -> String {
             all.extend(columns.map(|(i, name, column)| {
                 let sql_type = match column {
                     Column::Integer => "BIGINT",
-                    Column::Text => "VARCHAR(2000)",
+                    // On MariaDB it would otherwise be of the character set of the database.
+                    Column::Text => "VARCHAR(2000) CHARACTER SET utf8mb4",
                 };
                 format!("{name} {sql_type} PATH '$[{i}]'")
             }));

@@ -13,6 +13,12 @@ use super::{
 };
 
 impl Store {
+    /// Whether the database answers, and lets the table be read.
+    pub(crate) async fn ping(&self) -> Result<(), StoreError> {
+        let sql = format!("SELECT {} FROM {} WHERE 1 = 0", self.table.id, self.table.name);
+        self.run("answer", sql, Vec::new()).await.map(|_| ())
+    }
+
     /// The payloads of rows that still have the version named. Rows that somebody else has taken over are missing.
     ///
     /// # Errors

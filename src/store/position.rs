@@ -31,6 +31,16 @@ impl Position {
         Ok(Self { available_at, id: RowId::read(row, id, table)? })
     }
 
+    /// The time, to be read: no earlier than a program can hold. PostgreSQL has `-infinity`, MariaDB a date of noughts.
+    pub(super) fn output(table: &Table, prefix: &str) -> String {
+        let time = format!("{prefix}{}", table.available_at);
+        match table.dialect {
+            Dialect::Postgres => format!("GREATEST({time}, '1000-01-01 00:00:00+00'::timestamptz)"),
+            Dialect::MySql => format!("GREATEST({time}, CAST('1000-01-01' AS DATETIME(6)))"),
+            Dialect::Sqlite => time,
+        }
+    }
+
     /// The condition that an entry of the due index stands after this place, to append, and the values of its two
     /// parameters, `$first` and the one after it. Nothing for the head of the queue.
     pub(super) fn after(position: Option<&Self>, table: &Table, first: usize) -> (String, Vec<Value>) {
@@ -45,7 +55,7 @@ impl Position {
         let condition = match table.dialect {
             // MySQL finds no range of an index by comparing pairs.
             Dialect::MySql => {
-                format!(" AND {available_at} >= {at} AND ({available_at} > {at} OR {key} > {after_id})")
+                format!(" AND ({available_at} > {at} OR {available_at} = {at} AND {key} > {after_id})")
             }
             Dialect::Postgres | Dialect::Sqlite => {
                 format!(" AND ({available_at}, {key}) > ({at}, {after_id})")

@@ -2,6 +2,7 @@
 
 use super::{
     Fence, Lost, Store, StoreError,
+    claim::whole_milliseconds,
     dialect::Dialect,
     fenced::{Column, Given, Verb, Write},
     table::Table,
@@ -63,8 +64,7 @@ impl Store {
     fn given_of(&self, settlement: &Settlement) -> [Given; 4] {
         let transition = &settlement.transition;
         let status = transition.arrow().to().map_or("", |status| self.table.roles.status_text(status));
-        let delay =
-            transition.delay().map_or(-1, |delay| i64::try_from(delay.as_millis()).unwrap_or(i64::MAX));
+        let delay = transition.delay().map_or(-1, whole_milliseconds);
         [
             Given::Text(status.to_owned()),
             Given::Integer(transition.refunds_attempt().into()),

@@ -56,7 +56,7 @@ impl Store {
         let key = table.optional(&table.roles.ordering_key).map(|key| format!(", {key}")).unwrap_or_default();
         let sql = format!(
             "\
-            SELECT {output_id}, {version_read}, {attempts_read}, {claimed_by}, {stale}, {suspect}, {size}, {available_at}
+            SELECT {output_id}, {version_read}, {attempts_read}, {claimed_by}, {stale}, {suspect}, {size}, {time}
             FROM (
                 SELECT {id}, {version}, {attempts}, {claimed_by}, {available_at},
                     CASE WHEN {status} = {processing} AND {lease_until} < {now} THEN 1 ELSE 0 END AS stale,
@@ -74,6 +74,7 @@ impl Store {
             ) AS o
             WHERE stale = 1 OR suspect = 1 OR last = 1
             ORDER BY {available_at}, {id}",
+            time = Position::output(table, "o."),
             now = dialect.now(),
             is_suspect = suspect(table, ""),
             and_is_first = self.and_is_first().await?,

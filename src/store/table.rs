@@ -171,6 +171,12 @@ impl Table {
         self.dialect.quote(role.name)
     }
 
+    /// A column read as a text, whatever type it has.
+    pub(super) fn text(&self, role: &Role, prefix: &str) -> String {
+        let column = format!("{prefix}{}", self.quoted(role));
+        if role.is_text() { column } else { self.dialect.text(&column) }
+    }
+
     /// A role that an entity need not have.
     pub(super) fn optional(&self, role: &Option<Role>) -> Option<String> {
         role.as_ref().map(|role| self.quoted(role))

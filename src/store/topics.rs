@@ -11,14 +11,14 @@ impl Store {
     /// When the database does not carry it out.
     pub async fn topics(&self, limit: u64) -> Result<Vec<String>, StoreError> {
         let Table { name, id, available_at, roles, .. } = &*self.table;
-        let topic = self.table.quoted(&roles.topic);
+        let topic = self.table.text(&roles.topic, "");
         let sql = format!(
             "\
-            SELECT DISTINCT {topic} FROM (
-                SELECT {topic} FROM {name}
+            SELECT DISTINCT topic FROM (
+                SELECT {topic} AS topic FROM {name}
                 WHERE {available_at} IS NOT NULL ORDER BY {available_at}, {id} LIMIT 10000
             ) AS waiting
-            ORDER BY {topic} LIMIT $1"
+            ORDER BY topic LIMIT $1"
         );
         let limit = i64::try_from(limit).unwrap_or(i64::MAX);
         let rows = self.run("look for topics", sql, vec![limit.into()]).await?;

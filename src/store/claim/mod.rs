@@ -342,7 +342,11 @@ fn integer(value: u64) -> Value {
 }
 
 /// At most a century: no database calculates with more.
-pub(super) fn milliseconds(duration: Duration) -> Value {
+pub(super) fn whole_milliseconds(duration: Duration) -> i64 {
     const CENTURY: i64 = 100 * 365 * 24 * 60 * 60 * 1000;
-    i64::try_from(duration.as_millis()).unwrap_or(CENTURY).min(CENTURY).into()
+    i64::try_from(duration.as_millis()).unwrap_or(CENTURY).min(CENTURY)
+}
+
+pub(super) fn milliseconds(duration: Duration) -> Value {
+    whole_milliseconds(duration).into()
 }

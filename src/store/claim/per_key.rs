@@ -147,10 +147,13 @@ async fn read_window(txn: &Transaction, table: &Table, request: &ClaimRequest<'_
     let Table { dialect, name, version, available_at, status, pending, .. } = table;
     let size = request.limit.saturating_mul(WINDOW).max(SMALLEST_WINDOW);
     let (after, position) = Position::after(request.after, table, 2);
-    let key = table.optional(&table.roles.ordering_key).unwrap_or_else(|| dialect.text("NULL"));
+    let key = match &table.roles.ordering_key {
+        Some(role) => table.text(role, ""),
+        None => dialect.text("NULL"),
+    };
     let sql = format!(
         "\
-        SELECT {id}, {version_read}, {key}, {available_at}, {ready}
+        SELECT {id}, {version_read}, {key}, {time}, {ready}
         FROM {name} o
         WHERE {available_at} <= {now}{after}
         ORDER BY {available_at}, {by_id}
@@ -158,6 +161,7 @@ async fn read_window(txn: &Transaction, table: &Table, request: &ClaimRequest<'_
         id = output_id(table),
         version_read = dialect.integer(version),
         by_id = table.id,
+        time = Position::output(table, ""),
         now = dialect.now(),
         ready = dialect.integer(&format!(
             "CASE WHEN {status} = {pending} AND NOT {} THEN 1 ELSE 0 END",
@@ -166,16 +170,23 @@ async fn read_window(txn: &Transaction, table: &Table, request: &ClaimRequest<'_
     );
     let values = std::iter::once(integer(size)).chain(position).collect();
     let rows = txn.query(sql, values).await?;
-    let entries = rows.iter().map(|row| {
+    let entry = |row: &QueryResult| -> Result<Entry, DbErr> {
         Ok(Entry {
             fence: Fence::read(row, table)?,
             key: row.try_get_by_index(2)?,
             position: Position::read(row, 3, 0, table)?,
             ready: row.try_get_by_index::<i64>(4)? == 1,
         })
-    });
-    let entries = entries.collect::<Result<Vec<_>, DbErr>>()?;
-    Ok(Window { more: entries.len() as u64 >= size, entries })
+    };
+    let mut entries = Vec::with_capacity(rows.len());
+    for row in &rows {
+        match entry(row) {
+            Ok(entry) => entries.push(entry),
+            // Where the database lets it be: it has no place among the others, and is left alone.
+            Err(error) => tracing::debug!(%error, "an entry of {table:?} cannot be read"),
+        }
+    }
+    Ok(Window { more: rows.len() as u64 >= size, entries })
 }
 
 /// The runs as far as the window shows them, by what is due first.
