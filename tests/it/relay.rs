@@ -421,9 +421,9 @@ async fn waits_long(database: TestDatabase) {
     let publisher = Stuck::on("stuck");
     let relay = quick(&database, publisher.clone())
         .max_in_flight(1)
-        .lease(Duration::from_millis(1_500))
+        .lease(Duration::from_millis(3_000))
         .renew_every(Duration::from_millis(100))
-        .publish_timeout(Duration::from_millis(1_300))
+        .publish_timeout(Duration::from_millis(2_500))
         .retry(RetryPolicy::default().with_max_attempts(1_000).with_initial_delay(Duration::ZERO));
     let relay = relay.build().unwrap().spawn();
     publisher.until_waiting(1).await;
