@@ -26,7 +26,7 @@ use sea_orm_outbox::{
 use tokio::{sync::Barrier, task::JoinSet, time::Instant};
 
 use crate::support::{
-    Kind, TestDatabase, eventually, eventually_within,
+    Kind, TestDatabase, eventually, eventually_within, is_long,
     nats::TestStream,
     on_database, on_each_contract_database,
     rows::{LEASE, claim, request, rows, store},
@@ -749,7 +749,8 @@ async fn lost(database: TestDatabase) {
 
 async fn many_keys(database: TestDatabase) {
     let (keys, each) = match database.kind {
-        Kind::Postgres => (1_000, 100),
+        Kind::Postgres if is_long() => (1_000, 100),
+        Kind::Postgres => (1_000, 20),
         _ => (100, 50),
     };
     enqueue_many(&database, keys * each, ("k", &format!("n % {keys}"))).await;
