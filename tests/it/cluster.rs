@@ -220,9 +220,9 @@ async fn killed(database: TestDatabase) {
         assert_eq!((report.retried, report.failed), (0, 0), "{report}");
     })
     .await;
-    // Once for each that died at most, and at least for the one that the relay was connected to.
+    // At least for the one that the relay was connected to; each time one line when it goes and one when it is back.
     let (went, came) = (log.count("WARN", "the broker is away"), log.count("INFO", "the broker is back"));
-    assert!((1..=2).contains(&went) && came == went, "{}", log.text());
+    assert!(went >= 1 && came == went, "{}", log.text());
     if let Some(cluster) = Arc::into_inner(cluster) {
         cluster.remove().await;
     }
