@@ -228,6 +228,9 @@ pub(super) fn columns(table: &Table, inline: Option<u64>) -> String {
 /// The place of the first column of the message.
 const MESSAGE: usize = 6;
 
+/// How many columns there are in all.
+pub(super) const COLUMNS: usize = MESSAGE + PAYLOAD + 1;
+
 /// The place of the ordering key among the columns of a message.
 const ORDERING_KEY: usize = 4;
 

@@ -7,7 +7,7 @@ mod skip_locked;
 
 use std::time::Duration;
 
-use sea_orm::{DbErr, QueryResult, Value};
+use sea_orm::{ConnectionTrait, DbErr, QueryResult, Value};
 use tokio::time::Instant;
 
 pub(super) use key_index::KeyIndex;
@@ -15,7 +15,7 @@ pub(super) use key_index::KeyIndex;
 use super::{
     Claimed, Fence, Position, Store, StoreError, Transaction, claimed,
     dialect::Dialect,
-    fenced::{given, given_id, given_values, output_id},
+    fenced::{FOR_UPDATE_OF_O, given, given_id, given_values, output_id},
     table::Table,
 };
 use crate::lifecycle::EXPIRED;
@@ -32,7 +32,7 @@ pub enum ClaimStrategy {
     SkipLocked,
     /// No row locks: a relay reads rows with their versions, then claims those whose version is still the
     /// same. To keep relays from racing for the same rows, each takes one of 16 slices of the head of the
-    /// queue, chosen at random. Not with order per key.
+    /// queue, chosen at random. On SQLite it is as `SkipLocked`. Not with order per key.
     Optimistic,
 }
 
@@ -110,8 +110,10 @@ impl Store {
     pub async fn claim(&self, request: &ClaimRequest<'_>) -> Result<Claimed, StoreError> {
         let claimed = match (self.ordering, request.strategy) {
             (Ordering::PerKey { behind_failed }, _) => self.claim_per_key(request, behind_failed).await,
-            (Ordering::Unordered, ClaimStrategy::SkipLocked) => self.claim_skip_locked(request).await,
-            (Ordering::Unordered, ClaimStrategy::Optimistic) => self.claim_optimistic(request).await,
+            (Ordering::Unordered, ClaimStrategy::Optimistic) if self.table.dialect != Dialect::Sqlite => {
+                self.claim_optimistic(request).await
+            }
+            (Ordering::Unordered, _) => self.claim_skip_locked(request).await,
         };
         match claimed {
             // Whoever was in the way has them.
@@ -140,7 +142,7 @@ impl Store {
         claimed_by: &str,
         lease: Duration,
     ) -> Result<Claimed, StoreError> {
-        let request = ClaimRequest {
+        let request = &ClaimRequest {
             strategy: ClaimStrategy::Optimistic,
             limit: candidates.len() as u64,
             claimed_by,
@@ -148,14 +150,6 @@ impl Store {
             after: None,
             inline_bytes: None,
         };
-        self.claim_fences(candidates, &request).await
-    }
-
-    async fn claim_fences(
-        &self,
-        candidates: &[Fence],
-        request: &ClaimRequest<'_>,
-    ) -> Result<Claimed, StoreError> {
         if candidates.is_empty() {
             return Ok(Claimed::default());
         }
@@ -189,9 +183,7 @@ impl Store {
                         candidates =
                             first.iter().map(|row| Fence::read(row, table)).collect::<Result<_, _>>()?;
                     }
-                    let rows = win(&txn, table, &candidates, request).await?;
-                    txn.commit().await?;
-                    Ok(rows)
+                    self.win(txn, &candidates, request).await
                 };
                 self.timed("claim", work).await?
             }
@@ -210,6 +202,42 @@ impl Store {
         let mut claimed = Claimed::read(&rows, table, trust)?;
         claimed.lost_races = (candidates.len() - claimed.len()) as u64;
         Ok(claimed)
+    }
+
+    /// Claims candidates on MySQL and MariaDB, which say how many rows a statement wrote and not which: they are known
+    /// by their claimant. They are read when the transaction is over: until then whoever has read the same rows would
+    /// lose a race.
+    async fn win(
+        &self,
+        txn: Transaction,
+        candidates: &[Fence],
+        request: &ClaimRequest<'_>,
+    ) -> Result<Vec<QueryResult>, DbErr> {
+        let table = &*self.table;
+        if candidates.is_empty() {
+            txn.commit().await?;
+            return Ok(Vec::new());
+        }
+        let Table { name, id, version, claimed_by: claimant, .. } = table;
+        let mut candidates = candidates.to_vec();
+        candidates.sort_unstable();
+        let mut values = given_values(table, candidates.iter().map(|fence| (*fence, [])).collect());
+        let given = format!(
+            "{given} STRAIGHT_JOIN {name} o ON o.{id} = {given_id}",
+            given = given(table, &[]),
+            given_id = given_id(table),
+        );
+        values.extend([request.claimed_by.into(), milliseconds(request.lease)]);
+        let sql = format!("UPDATE {given} SET {} WHERE o.{version} = g.version", claim_set(table, 2));
+        let won = txn.execute(sql, values.clone()).await?;
+        txn.commit().await?;
+        if won == 0 {
+            return Ok(Vec::new());
+        }
+        let columns = claimed::columns(table, request.inline_bytes);
+        let sql =
+            format!("SELECT {columns} FROM {given} WHERE o.{version} = g.version + 1 AND o.{claimant} = $2");
+        self.db.query_all_raw(table.dialect.statement(sql, values)).await
     }
 
     /// The rows that a claim won whose answer never came, found by its `claimed_by`, which must be unique to it.
@@ -273,35 +301,38 @@ impl Store {
     }
 }
 
-/// Claims candidates on MySQL and MariaDB, which say how many rows a statement wrote and not which: they are known by
-/// their claimant.
-async fn win(
+/// A row whose version is no number, where the database lets it be, is nobody's candidate.
+fn candidates(rows: &[QueryResult], table: &Table) -> Vec<Fence> {
+    rows.iter().filter_map(|row| Fence::read(row, table).ok()).collect()
+}
+
+/// Locks candidates on MySQL and MariaDB, in their order, those whose version is the same and that nobody else has
+/// locked.
+async fn lock(
     txn: &Transaction,
     table: &Table,
+    limit: u64,
     candidates: &[Fence],
-    request: &ClaimRequest<'_>,
-) -> Result<Vec<QueryResult>, DbErr> {
+) -> Result<Vec<Fence>, DbErr> {
     if candidates.is_empty() {
         return Ok(Vec::new());
     }
-    let Table { name, id, version, claimed_by: claimant, .. } = table;
-    let mut candidates = candidates.to_vec();
-    candidates.sort_unstable();
+    let Table { name, id, version, .. } = table;
     let mut values = given_values(table, candidates.iter().map(|fence| (*fence, [])).collect());
-    let given = format!(
-        "{given} STRAIGHT_JOIN {name} o ON o.{id} = {given_id}",
+    values.push(integer(limit));
+    let sql = format!(
+        "\
+        SELECT {output_id}, {version_read}
+        FROM {given} STRAIGHT_JOIN {name} o ON o.{id} = {given_id}
+        WHERE o.{version} = g.version
+        LIMIT $2
+        {FOR_UPDATE_OF_O} SKIP LOCKED",
+        output_id = output_id(table),
+        version_read = table.dialect.integer(&format!("o.{version}")),
         given = given(table, &[]),
         given_id = given_id(table),
     );
-    values.extend([request.claimed_by.into(), milliseconds(request.lease)]);
-    let sql = format!("UPDATE {given} SET {} WHERE o.{version} = g.version", claim_set(table, 2));
-    if txn.execute(sql, values.clone()).await? == 0 {
-        return Ok(Vec::new());
-    }
-    let columns = claimed::columns(table, request.inline_bytes);
-    let sql =
-        format!("SELECT {columns} FROM {given} WHERE o.{version} = g.version + 1 AND o.{claimant} = $2");
-    txn.query(sql, values).await
+    txn.query(sql, values).await?.iter().map(|row| Fence::read(row, table)).collect()
 }
 
 /// What a claim writes. Parameter `next` is the claimant, the one after it the lease in milliseconds.

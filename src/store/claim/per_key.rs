@@ -13,11 +13,11 @@ use std::collections::{HashMap, HashSet};
 
 use sea_orm::{DbErr, QueryResult, Value};
 
-use super::{BehindFailed, ClaimRequest, Trust, claim_set, integer, milliseconds, suspect, win};
+use super::{BehindFailed, ClaimRequest, Trust, claim_set, integer, lock, milliseconds, suspect};
 use crate::store::{
     Claimed, Fence, Position, RowId, Store, StoreError, Transaction, claimed,
     dialect::Dialect,
-    fenced::{Column, FOR_UPDATE_OF_O, Given, given, given_id, given_values, output_id},
+    fenced::{Column, Given, given, given_id, given_values, output_id},
     table::Table,
 };
 
@@ -82,12 +82,7 @@ impl Store {
             let keyed = Keyed::of(&self.table, behind_failed, &hint);
             cut(&txn, &self.table, keyed.as_ref(), &window.entries, &mut runs, request.limit).await?;
             let candidates = candidates(&window.entries, &runs);
-            let rows = if candidates.is_empty() {
-                Vec::new()
-            } else {
-                claim_runs(&txn, &self.table, request, &candidates).await?
-            };
-            txn.commit().await?;
+            let rows = self.claim_runs(txn, request, &candidates).await?;
             Ok((rows, window, runs))
         };
         let (rows, Window { entries, more }, runs) = self.timed("claim", work).await?;
@@ -104,19 +99,38 @@ impl Store {
         };
         Ok(claimed)
     }
+
+    async fn claim_runs(
+        &self,
+        txn: Transaction,
+        request: &ClaimRequest<'_>,
+        candidates: &[Candidate],
+    ) -> Result<Vec<QueryResult>, DbErr> {
+        let table = &*self.table;
+        if candidates.is_empty() {
+            txn.commit().await?;
+            return Ok(Vec::new());
+        }
+        let (sql, values) = match table.dialect {
+            Dialect::Postgres => postgres_statement(table, request, candidates),
+            Dialect::Sqlite => sqlite_statement(table, request, candidates),
+            Dialect::MySql => {
+                let fences: Vec<_> = candidates.iter().map(|candidate| candidate.fence).collect();
+                let locked = lock(&txn, table, request.limit, &fences).await?;
+                return self.win(txn, &without_gaps(candidates, &locked), request).await;
+            }
+        };
+        let rows = txn.query(sql, values).await?;
+        txn.commit().await?;
+        Ok(rows)
+    }
 }
 
 /// Whether `o` has no unfinished message of its key before it, as a condition to append.
 pub(super) fn and_is_first(table: &Table, behind_failed: BehindFailed, hint: &str) -> String {
-    let Some(Keyed { key, unfinished, hint }) = Keyed::of(table, behind_failed, hint) else {
-        return String::new();
-    };
-    let Table { name, id, .. } = table;
-    format!(
-        " AND NOT EXISTS (
-            SELECT 1 FROM {name} p{hint} WHERE p.{key} = o.{key} AND p.{id} < o.{id} AND {unfinished}
-        )"
-    )
+    let Some(keyed) = Keyed::of(table, behind_failed, hint) else { return String::new() };
+    let id = &table.id;
+    format!(" AND COALESCE({}, o.{id}) >= o.{id}", keyed.first(table, false))
 }
 
 /// What order per key asks of the table.
@@ -140,6 +154,42 @@ impl Keyed {
             }
         };
         Some(Self { key, unfinished, hint: hint.to_owned() })
+    }
+
+    /// The id of the first unfinished message of the key of `o`, or of the first behind it, as a query.
+    ///
+    /// Always in ascending order: MySQL and MariaDB look for it from that end of the key at which the order begins,
+    /// which for the last one before a row was the far end.
+    fn first(&self, table: &Table, behind: bool) -> String {
+        let Self { key, unfinished, hint } = self;
+        let Table { dialect, name, id, .. } = table;
+        if *dialect == Dialect::Postgres {
+            // Not `p.key = o.key`: then the primary key has the order too, and where statistics promise that a match
+            // comes soon, every message ever sent is read. The order of the pair only the index of the key has.
+            let from =
+                if behind { format!("> (o.{key}, o.{id})") } else { format!(">= (o.{key}, {})", i64::MIN) };
+            return format!(
+                "(
+                    SELECT CASE WHEN p.{key} = o.{key} THEN p.{id} END FROM {name} p
+                    WHERE (p.{key}, p.{id}) {from} AND p.{key} <= o.{key} AND {unfinished}
+                    ORDER BY p.{key}, p.{id} LIMIT 1
+                )"
+            );
+        }
+        // Of one key and of rows that are not sent it is the order of the id. Said in full, or MySQL walks the primary
+        // key.
+        let order = match (dialect, table.optional(&table.roles.sent_at)) {
+            (Dialect::MySql, Some(sent_at)) => format!("p.{key}, p.{sent_at}, p.{id}"),
+            _ => format!("p.{id}"),
+        };
+        let behind = if behind { format!(" AND p.{id} > o.{id}") } else { String::new() };
+        format!(
+            "(
+                SELECT p.{id} FROM {name} p{hint}
+                WHERE p.{key} = o.{key} AND {unfinished}{behind}
+                ORDER BY {order} LIMIT 1
+            )"
+        )
     }
 }
 
@@ -251,9 +301,6 @@ async fn cut(
 }
 
 /// For each row the first unfinished one of its key, or the first behind it.
-///
-/// Always in ascending order: MySQL and MariaDB look for it from that end of the key at which the order begins, which
-/// for the last one before a row was the far end.
 async fn unfinished(
     txn: &Transaction,
     table: &Table,
@@ -262,17 +309,11 @@ async fn unfinished(
     behind: bool,
 ) -> Result<HashMap<Fence, RowId>, DbErr> {
     let mut found = HashMap::with_capacity(rows.len());
-    let Keyed { key, unfinished, hint } = keyed;
     if rows.is_empty() {
         return Ok(found);
     }
     let Table { dialect, name, id, version, .. } = table;
     let values = given_values(table, rows.into_iter().map(|fence| (fence, [])).collect());
-    // Of one key and of rows that are not sent it is the order of the id. Said in full, or MySQL walks the primary key.
-    let in_index_order = match (dialect, table.optional(&table.roles.sent_at)) {
-        (Dialect::MySql, Some(sent_at)) => format!("p.{key}, p.{sent_at}, p.{id}"),
-        _ => format!("p.{id}"),
-    };
     let sql = format!(
         "\
         SELECT {output_id}, {version_read}, {first}
@@ -280,15 +321,7 @@ async fn unfinished(
         WHERE o.{id} = {given_id} AND o.{version} = g.version",
         output_id = output_id(table),
         version_read = dialect.integer(&format!("o.{version}")),
-        first = dialect.integer(&format!(
-            "(
-                SELECT p.{id} FROM {name} p{hint}
-                WHERE p.{key} = o.{key} AND {unfinished}{behind}
-                ORDER BY {order} LIMIT 1
-            )",
-            order = in_index_order,
-            behind = if behind { format!(" AND p.{id} > o.{id}") } else { String::new() },
-        )),
+        first = dialect.integer(&keyed.first(table, behind)),
         given = given(table, &[]),
         // The batch first.
         join = if *dialect == Dialect::MySql { "STRAIGHT_JOIN" } else { "CROSS JOIN" },
@@ -306,42 +339,6 @@ fn candidates(entries: &[Entry], runs: &[Run]) -> Vec<Candidate> {
     let numbered = (1..).zip(runs);
     let placed = numbered.flat_map(|(run, entries)| (1..).zip(&entries.entries).map(move |at| (run, at)));
     placed.map(|(run, (place, entry))| Candidate { fence: entries[*entry].fence, run, place }).collect()
-}
-
-async fn claim_runs(
-    txn: &Transaction,
-    table: &Table,
-    request: &ClaimRequest<'_>,
-    candidates: &[Candidate],
-) -> Result<Vec<QueryResult>, DbErr> {
-    match table.dialect {
-        Dialect::Postgres => {
-            let (sql, values) = postgres_statement(table, request, candidates);
-            txn.query(sql, values).await
-        }
-        Dialect::MySql => {
-            let locked = lock(txn, table, request.limit, candidates).await?;
-            win(txn, table, &without_gaps(candidates, &locked), request).await
-        }
-        Dialect::Sqlite => {
-            // Nobody else has written since the window was read.
-            let limit = usize::try_from(request.limit).unwrap_or(usize::MAX);
-            let rows = candidates.iter().take(limit).map(|candidate| (candidate.fence, [])).collect();
-            let mut values = given_values(table, rows);
-            values.extend([request.claimed_by.into(), milliseconds(request.lease)]);
-            let Table { name, id, version, .. } = table;
-            let sql = format!(
-                "\
-                UPDATE {name} AS o SET {set}
-                WHERE (o.{id}, o.{version}) IN (SELECT id, version FROM {given})
-                RETURNING {columns}",
-                set = claim_set(table, 2),
-                given = given(table, &[]),
-                columns = claimed::columns(table, request.inline_bytes),
-            );
-            txn.query(sql, values).await
-        }
-    }
 }
 
 fn postgres_statement(
@@ -380,30 +377,27 @@ fn postgres_statement(
     (sql, values)
 }
 
-/// Locks candidates on MySQL and MariaDB, in their order, those whose version is the same and that nobody else has
-/// locked.
-async fn lock(
-    txn: &Transaction,
+fn sqlite_statement(
     table: &Table,
-    limit: u64,
+    request: &ClaimRequest<'_>,
     candidates: &[Candidate],
-) -> Result<Vec<Fence>, DbErr> {
+) -> (String, Vec<Value>) {
+    // Nobody else has written since the window was read.
+    let limit = usize::try_from(request.limit).unwrap_or(usize::MAX);
+    let rows = candidates.iter().take(limit).map(|candidate| (candidate.fence, [])).collect();
+    let mut values = given_values(table, rows);
+    values.extend([request.claimed_by.into(), milliseconds(request.lease)]);
     let Table { name, id, version, .. } = table;
-    let mut values = given_values(table, candidates.iter().map(|c| (c.fence, [])).collect());
-    values.push(integer(limit));
     let sql = format!(
         "\
-        SELECT {output_id}, {version_read}
-        FROM {given} STRAIGHT_JOIN {name} o ON o.{id} = {given_id}
-        WHERE o.{version} = g.version
-        LIMIT $2
-        {FOR_UPDATE_OF_O} SKIP LOCKED",
-        output_id = output_id(table),
-        version_read = table.dialect.integer(&format!("o.{version}")),
+        UPDATE {name} AS o SET {set}
+        WHERE (o.{id}, o.{version}) IN (SELECT id, version FROM {given})
+        RETURNING {columns}",
+        set = claim_set(table, 2),
         given = given(table, &[]),
-        given_id = given_id(table),
+        columns = claimed::columns(table, request.inline_bytes),
     );
-    txn.query(sql, values).await?.iter().map(|row| Fence::read(row, table)).collect()
+    (sql, values)
 }
 
 /// Those of the locked rows before which all of their run are locked.

@@ -1,12 +1,17 @@
 //! What is said in the log while something runs.
 
 use std::{
+    cell::RefCell,
     io,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, Once, PoisonError},
 };
 
 use tokio::sync::oneshot;
 use tracing_subscriber::fmt::MakeWriter;
+
+thread_local! {
+    static OF_THIS_THREAD: RefCell<Option<Log>> = const { RefCell::new(None) };
+}
 
 /// Lines of the log, with their level and where they come from.
 #[derive(Clone, Default)]
@@ -18,16 +23,12 @@ impl Log {
     where
         Fut::Output: Send + 'static,
     {
+        subscribe();
         let log = self.clone();
         // Dropped with this future: then the other ends as well.
         let (_alive, gone) = oneshot::channel::<()>();
         let run = move || {
-            let subscriber = tracing_subscriber::fmt()
-                .with_max_level(tracing::Level::DEBUG)
-                .with_ansi(false)
-                .with_writer(log)
-                .finish();
-            let _guard = tracing::subscriber::set_default(subscriber);
+            OF_THIS_THREAD.set(Some(log));
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.expect("a runtime starts").block_on(async {
                 tokio::select! {
@@ -64,10 +65,29 @@ impl io::Write for Log {
     }
 }
 
-impl MakeWriter<'_> for Log {
-    type Writer = Self;
+/// One for the whole process: of several, one that ends may take lines from another.
+fn subscribe() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::DEBUG)
+            .with_ansi(false)
+            .with_writer(OfThisThread)
+            .finish();
+        tracing::subscriber::set_global_default(subscriber).expect("nobody else listens");
+    });
+}
 
-    fn make_writer(&self) -> Self {
-        self.clone()
+/// Writes to the log of the thread, if it has one.
+struct OfThisThread;
+
+impl MakeWriter<'_> for OfThisThread {
+    type Writer = Box<dyn io::Write>;
+
+    fn make_writer(&self) -> Self::Writer {
+        match OF_THIS_THREAD.with_borrow(Clone::clone) {
+            Some(log) => Box::new(log),
+            None => Box::new(io::sink()),
+        }
     }
 }
