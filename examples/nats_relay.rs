@@ -5,7 +5,8 @@
 //! DATABASE_URL=postgres://localhost/shop cargo run --example nats_relay -- --migrate
 //! ```
 //!
-//! It logs to standard error what happens, stops cleanly on Ctrl-C and SIGTERM, prints what it did, and exits
+//! It logs to standard error what happens, stops cleanly on Ctrl-C and SIGTERM (at once on a second one), prints what it
+//! did, and exits
 //! with 0; with 1 when it could not start, with 2 when its arguments cannot be read.
 
 #[path = "shared/interrupt.rs"]
@@ -15,6 +16,7 @@ use std::{io::IsTerminal, process::ExitCode, time::Duration};
 
 use async_nats::jetstream;
 use clap::{Parser, ValueEnum};
+use futures_util::future::join_all;
 use interrupt::Interrupt;
 use sea_orm::{ConnectOptions, Database, DatabaseConnection};
 use sea_orm_outbox::{
@@ -146,8 +148,15 @@ async fn run(arguments: Arguments) -> Result<(), String> {
         // None ends unless something is wrong that waiting does not mend.
         ended = relays[0].wait() => { ended.map_err(|error| error.to_string())?; }
     }
-    for stopping in &relays {
-        println!("{}", stopping.shutdown().await.map_err(|error| error.to_string())?);
+    let reports = tokio::select! {
+        reports = join_all(relays.iter().map(RelayHandle::shutdown)) => reports,
+        () = interrupt.wait() => {
+            tracing::warn!("told to stop again: not waiting for what is in flight");
+            join_all(relays.iter().map(RelayHandle::shutdown_now)).await
+        }
+    };
+    for report in reports {
+        println!("{}", report.map_err(|error| error.to_string())?);
     }
     Ok(())
 }

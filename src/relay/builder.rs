@@ -28,6 +28,7 @@ pub(super) struct Settings {
     pub(super) lease: Duration,
     pub(super) renew_every: Duration,
     pub(super) publish_timeout: Duration,
+    pub(super) sweeps: bool,
     pub(super) sweep_every: Duration,
     pub(super) poll_every: Duration,
     pub(super) rest: Duration,
@@ -119,6 +120,7 @@ impl<P: Publisher> RelayBuilder<P> {
             lease: Duration::from_secs(30),
             renew_every: Duration::from_secs(10),
             publish_timeout: Duration::from_secs(5),
+            sweeps: true,
             sweep_every: Duration::from_secs(5),
             poll_every: Duration::from_secs(1),
             rest: Duration::from_secs(30),
@@ -201,6 +203,14 @@ impl<P: Publisher> RelayBuilder<P> {
     /// How often to look for claims whose lease is over. Default: 5 s.
     pub fn sweep_every(mut self, interval: Duration) -> Self {
         self.settings.sweep_every = interval;
+        self
+    }
+
+    /// Whether this relay returns the stale claims of workers that died, and publishes suspects. At least one relay of a
+    /// table must, or those messages stay `PROCESSING`: a relay that does not says so at its start, and again when it
+    /// sees a claim that nobody sweeps. Default: `true`.
+    pub fn sweep(mut self, sweeps: bool) -> Self {
+        self.settings.sweeps = sweeps;
         self
     }
 

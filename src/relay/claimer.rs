@@ -10,7 +10,10 @@ use tokio::{
 use super::{Shared, gate::Passage, health::Duty, jittered, pace, report::add, walk::Walk};
 use crate::{
     publisher::Publisher,
-    store::{BehindFailed, Claim, ClaimRequest, Claimed, Fence, Ordering, Settlement, StoreError},
+    store::{
+        BehindFailed, Claim, ClaimRequest, Claimed, Fence, Ordering, Position, Settlement, StoreError,
+        longest_run,
+    },
 };
 
 /// How long suspects, which are published one at a time, may keep the others waiting; and the others them.
@@ -27,9 +30,9 @@ pub(super) async fn run<P: Publisher>(
     let walk = Walk::new();
     let mut claimer = Claimer { shared, to_settler, rows, run, walk, batches: 0, failures: 0, unanswered };
     let mut suspects_after = Instant::now();
-    // Ends when told to stop; a claim that is under way is always seen through.
+    // A claim that is under way when it is told to stop is always seen through.
     while let Some(passage) = claimer.passage().await {
-        let Some(Ok(room)) = claimer.unless_stopped(to_dispatcher.reserve()).await else { return };
+        let Some(Ok(room)) = claimer.unless_stopped(to_dispatcher.reserve()).await else { break };
         let next = match passage {
             // It took a while to get here.
             _ if claimer.shared.vitals.is_paused() => Next::AtOnce,
@@ -51,6 +54,7 @@ pub(super) async fn run<P: Publisher>(
         };
         claimer.pause(pause, &next).await;
     }
+    claimer.give_back_at_last().await;
 }
 
 /// No payload that is larger comes with its claim, however much room there is.
@@ -73,8 +77,8 @@ struct Claimer<P> {
     batches: u64,
     /// Of the database, one after the other.
     failures: u32,
-    /// Claims whose answer never came: they may have happened.
-    unanswered: Vec<String>,
+    /// Claims whose answer never came, and where they began: they may have happened.
+    unanswered: Vec<(String, Option<Position>)>,
 }
 
 /// More claims without an answer than this are left to the sweep.
@@ -97,12 +101,13 @@ impl<P: Publisher> Claimer<P> {
         let head_may_have_moved = self.head_may_have_moved();
         let Shared { store, settings, held, .. } = &*self.shared;
         let before = Instant::now();
+        let after = self.walk.next(held.through(), head_may_have_moved).cloned();
         let request = ClaimRequest {
             strategy: settings.strategy.unwrap_or_default(),
             limit: rows as u64,
             claimed_by: &claimed_by,
             lease: settings.lease,
-            after: self.walk.next(held.through(), head_may_have_moved),
+            after: after.as_ref(),
             inline_bytes: Some(inline_bytes(&self.shared, rows)),
         };
         let mut claimed = store.claim(&request).await;
@@ -110,7 +115,7 @@ impl<P: Publisher> Claimer<P> {
         if let Ok(claimed) = &mut claimed {
             moved = self.walk.claimed(claimed, claimed.claims.len() + claimed.unreadable.len() >= rows);
         }
-        match self.claimed(claimed, claimed_by, before, room).await {
+        match self.claimed(claimed, (claimed_by, after), before, room).await {
             // Nothing that can be claimed was here; it may be further on.
             Next::LostRace | Next::Poll if moved && self.shared.held.len() == 0 => Next::AtOnce,
             Next::LostRace | Next::Poll if moved => Next::WalkOn(before.elapsed() * 2),
@@ -157,7 +162,7 @@ impl<P: Publisher> Claimer<P> {
             Err(StoreError::Contention(_)) => Ok(Claimed::default()),
             other => other,
         };
-        match self.claimed(claimed, claimed_by, before, room).await {
+        match self.claimed(claimed, (claimed_by, None), before, room).await {
             // There may be others.
             Next::Poll => Next::AtOnce,
             next => next,
@@ -167,7 +172,7 @@ impl<P: Publisher> Claimer<P> {
     async fn claimed(
         &mut self,
         claimed: Result<Claimed, StoreError>,
-        claimed_by: String,
+        claim: (String, Option<Position>),
         before: Instant,
         room: Permit<'_, Vec<Claim>>,
     ) -> Next {
@@ -184,7 +189,7 @@ impl<P: Publisher> Claimer<P> {
                 self.failures = self.failures.saturating_add(1);
                 self.shared.vitals.note(Duty::Claim, false);
                 if self.unanswered.len() < MOST_UNANSWERED {
-                    self.unanswered.push(claimed_by);
+                    self.unanswered.push(claim);
                 }
                 return Next::Retry(pace().delay(self.failures, fastrand::f64()));
             }
@@ -241,27 +246,39 @@ impl<P: Publisher> Claimer<P> {
     }
 
     /// Gives back what was claimed by statements whose answer never came, once the database answers again.
-    /// Nobody has seen those rows, so no attempt is spent.
     async fn give_back_unanswered(&mut self) {
-        while self.failures == 0
-            && let Some(claimed_by) = self.unanswered.last()
-        {
-            if !self.room().await {
+        while self.failures == 0 && !self.unanswered.is_empty() {
+            if !self.room().await || !self.give_back_last_unanswered().await {
                 return;
             }
-            let before = Instant::now();
-            let Ok(fences) = self.shared.store.claims_of(claimed_by).await else { return };
-            self.unanswered.pop();
-            if fences.is_empty() {
-                continue;
-            }
-            tracing::info!(rows = fences.len(), "giving back claims whose answer never came");
-            let held = fences.iter().map(|fence| (*fence, 0));
-            self.shared.held.add(held, before + self.shared.settings.lease);
-            for fence in fences {
-                let _ = self.to_settler.send(Settlement::release(fence)).await;
+        }
+    }
+
+    /// The same for a relay that stops: it does not wait for the database.
+    async fn give_back_at_last(&mut self) {
+        while !self.unanswered.is_empty() && Instant::now() < self.shared.grace_ends() {
+            if !self.give_back_last_unanswered().await {
+                return;
             }
         }
+    }
+
+    /// Nobody has seen those rows, so no attempt is spent. `false` when the database does not answer.
+    async fn give_back_last_unanswered(&mut self) -> bool {
+        let Some((claimed_by, after)) = self.unanswered.last() else { return true };
+        let before = Instant::now();
+        let Ok(fences) = self.shared.store.claims_of(claimed_by, after.as_ref()).await else { return false };
+        self.unanswered.pop();
+        if fences.is_empty() {
+            return true;
+        }
+        tracing::info!(rows = fences.len(), "giving back claims whose answer never came");
+        let held = fences.iter().map(|fence| (*fence, 0));
+        self.shared.held.add(held, before + self.shared.settings.lease);
+        for fence in fences {
+            let _ = self.to_settler.send(Settlement::release(fence)).await;
+        }
+        true
     }
 
     /// Names this relay, its run and the batch.
@@ -293,7 +310,7 @@ impl<P: Publisher> Claimer<P> {
         let through = self.walk.through_since(held.through());
         settings.ordering != Ordering::Unordered
             && through > 0
-            && (held.len() == 0 || through >= (settings.batch_size as u64 / 4).min(250))
+            && (held.len() == 0 || through >= longest_run(settings.batch_size as u64))
     }
 
     /// Waits before the next claim: in the absence of failures only until there is something new.
@@ -317,6 +334,6 @@ impl<P: Publisher> Claimer<P> {
     }
 
     async fn unless_stopped<T>(&self, future: impl Future<Output = T>) -> Option<T> {
-        self.shared.stop.run_until_cancelled(future).await
+        self.shared.stop.token.run_until_cancelled(future).await
     }
 }

@@ -66,11 +66,11 @@ pub(super) async fn warn<P: Publisher>(shared: Arc<Shared<P>>) {
     while failures < TRIES {
         failures += 1;
         while !shared.publisher.is_connected() {
-            if shared.stop.run_until_cancelled(sleep(LOOK)).await.is_none() {
+            if shared.stop.token.run_until_cancelled(sleep(LOOK)).await.is_none() {
                 return;
             }
         }
-        match faults(&shared.store, &shared.publisher, &shared.settings, &shared.stop).await {
+        match faults(&shared.store, &shared.publisher, &shared.settings, &shared.stop.token).await {
             Ok(faults) => {
                 for fault in faults {
                     tracing::warn!(fault, "the destination is not set up as the promises ask for");
@@ -80,7 +80,13 @@ pub(super) async fn warn<P: Publisher>(shared: Arc<Shared<P>>) {
             Err(error) if failures == TRIES => tracing::warn!(error, "the destination cannot be looked at"),
             Err(error) => tracing::debug!(error, "the destination cannot be looked at now"),
         }
-        if shared.stop.run_until_cancelled(sleep(pace().delay(failures, fastrand::f64()))).await.is_none() {
+        if shared
+            .stop
+            .token
+            .run_until_cancelled(sleep(pace().delay(failures, fastrand::f64())))
+            .await
+            .is_none()
+        {
             return;
         }
     }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use tokio::{
     sync::mpsc::{Receiver, Sender},
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, timeout},
 };
 
 use super::{
@@ -34,9 +34,8 @@ pub(super) async fn run<P: Publisher>(
     let mut queue: VecDeque<Claim> = VecDeque::new();
     let mut in_flight = FuturesUnordered::new();
     let mut more = true;
-    let mut grace_ends: Option<Instant> = None;
+    let mut stopping = false;
     loop {
-        let stopping = grace_ends.is_some();
         while in_flight.len() < shared.settings.max_in_flight || stopping {
             let claim = match dispatcher.next.pop_front() {
                 Some(claim) => claim,
@@ -59,10 +58,10 @@ pub(super) async fn run<P: Publisher>(
         }
         tokio::select! {
             biased;
-            () = shared.stop.cancelled(), if !stopping => grace_ends = Some(shared.grace_ends()),
-            () = sleep_until(grace_ends.unwrap_or_else(Instant::now)), if stopping && !in_flight.is_empty() => {
+            () = shared.stop.token.cancelled(), if !stopping => stopping = true,
+            () = shared.grace_over(), if stopping && !in_flight.is_empty() => {
                 // Their claims are still held: the settler releases whatever is left at the end.
-                tracing::warn!(messages = in_flight.len(), "the grace period is over; giving messages back");
+                tracing::warn!(messages = in_flight.len(), "not waiting any longer; giving messages back");
                 in_flight.clear();
             }
             Some((claim, published)) = in_flight.next(), if !in_flight.is_empty() => {

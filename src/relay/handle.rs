@@ -3,16 +3,15 @@
 use std::sync::Arc;
 
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
-use super::{Health, Relay, RelayError, Report, health::Vitals};
+use super::{Health, Relay, RelayError, Report, Stop, health::Vitals};
 use crate::{Waker, publisher::Publisher};
 
 /// A relay that runs in the background. Dropping the handle tells it to stop, without waiting for it.
 #[derive(Debug)]
 #[must_use = "dropping the handle stops the relay"]
 pub struct RelayHandle {
-    stop: CancellationToken,
+    stop: Stop,
     waker: Waker,
     vitals: Arc<Vitals>,
     ended: watch::Receiver<Option<Result<Report, RelayError>>>,
@@ -20,7 +19,7 @@ pub struct RelayHandle {
 
 impl RelayHandle {
     pub(super) fn spawn<P: Publisher>(relay: Relay<P>) -> Self {
-        let (stop, waker, vitals) = (CancellationToken::new(), relay.waker.clone(), relay.vitals.clone());
+        let (stop, waker, vitals) = (Stop::default(), relay.waker.clone(), relay.vitals.clone());
         let (sender, ended) = watch::channel(None);
         let until = stop.clone();
         tokio::spawn(async move {
@@ -59,7 +58,19 @@ impl RelayHandle {
     /// # Errors
     /// When the relay had ended on its own, see [`RelayError`].
     pub async fn shutdown(&self) -> Result<Report, RelayError> {
-        self.stop.cancel();
+        self.stop.token.cancel();
+        self.wait().await
+    }
+
+    /// The same without a grace period: what is in flight is given back, without spending attempts, and comes again
+    /// although the broker may take it. What was acknowledged is settled. For those who are asked a second time, while
+    /// [`shutdown`](Self::shutdown) waits.
+    ///
+    /// # Errors
+    /// When the relay had ended on its own, see [`RelayError`].
+    pub async fn shutdown_now(&self) -> Result<Report, RelayError> {
+        self.stop.token.cancel();
+        self.stop.now.cancel();
         self.wait().await
     }
 
@@ -78,6 +89,6 @@ impl RelayHandle {
 
 impl Drop for RelayHandle {
     fn drop(&mut self) {
-        self.stop.cancel();
+        self.stop.token.cancel();
     }
 }

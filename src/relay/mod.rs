@@ -41,7 +41,7 @@ use sea_orm::DatabaseConnection;
 use tokio::{
     sync::mpsc,
     task::{JoinError, JoinSet},
-    time::Instant,
+    time::{Instant, sleep_until},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -124,14 +124,28 @@ struct Shared<P> {
     suspects: Suspects,
     waker: Waker,
     vitals: Arc<Vitals>,
-    stop: CancellationToken,
+    stop: Stop,
     grace_ends: OnceLock<Instant>,
+}
+
+/// What a relay is told in the end.
+#[derive(Clone, Debug, Default)]
+struct Stop {
+    /// To claim no more, and to finish what is in flight within the grace period.
+    token: CancellationToken,
+    /// To give back what is in flight at once.
+    now: CancellationToken,
 }
 
 impl<P> Shared<P> {
     /// When to give up what is not finished, reckoned from the first time that anybody asks.
     fn grace_ends(&self) -> Instant {
         *self.grace_ends.get_or_init(|| Instant::now() + self.settings.grace)
+    }
+
+    /// Waits until what is not finished is to be given up.
+    async fn grace_over(&self) {
+        self.stop.now.run_until_cancelled(sleep_until(self.grace_ends())).await;
     }
 }
 
@@ -167,13 +181,13 @@ impl<P: Publisher> Relay<P> {
     /// # Errors
     /// [`RelayError::Table`] when the database answers but the table is not there.
     pub async fn run(self, shutdown: impl Future<Output = ()>) -> Result<Report, RelayError> {
-        let stop = CancellationToken::new();
+        let stop = Stop::default();
         let relay = self.run_until(stop.clone());
         tokio::pin!(relay, shutdown);
         tokio::select! {
             biased;
             ended = &mut relay => return ended,
-            () = &mut shutdown => stop.cancel(),
+            () = &mut shutdown => stop.token.cancel(),
         }
         relay.await
     }
@@ -194,9 +208,9 @@ impl<P: Publisher> Relay<P> {
         RelayHandle::spawn(self)
     }
 
-    async fn run_until(self, stop: CancellationToken) -> Result<Report, RelayError> {
+    async fn run_until(self, stop: Stop) -> Result<Report, RelayError> {
         let Self { store, publisher, mut settings, waker, vitals } = self;
-        let Some((table, waited)) = start::wait_for_table(&store, &vitals, &stop).await? else {
+        let Some((table, waited)) = start::wait_for_table(&store, &vitals, &stop.token).await? else {
             return Ok(Report::default());
         };
         for (status, rows) in &table.unknown_statuses {
@@ -204,7 +218,7 @@ impl<P: Publisher> Relay<P> {
         }
         settings.strategy = Some(start::strategy(settings.strategy, settings.ordering, &table)?);
         if settings.destination == DestinationCheck::Refuse {
-            match destination::refuse(&store, &publisher, &settings, &vitals, &stop).await {
+            match destination::refuse(&store, &publisher, &settings, &vitals, &stop.token).await {
                 Ok(true) => {}
                 Ok(false) => return Ok(Report::default()),
                 Err(error) => return Err(error),
@@ -237,14 +251,18 @@ impl<P: Publisher> Relay<P> {
         tasks.spawn(settler::run(shared.clone(), settlements));
         // Owners could not renew their leases while the database was away: let them first.
         let sweep_after = if waited { shared.settings.lease } else { Duration::ZERO };
-        tasks.spawn(sweeper::run(shared.clone(), sweep_after));
+        if shared.settings.sweeps {
+            tasks.spawn(sweeper::run(shared.clone(), sweep_after));
+        } else {
+            tasks.spawn(sweeper::watch(shared.clone()));
+        }
         if shared.settings.destination == DestinationCheck::Warn {
             tasks.spawn(destination::warn(shared.clone()));
         }
         let mut failure = None;
         while let Some(ended) = tasks.join_next().await {
             if let Err(error) = ended {
-                stop.cancel();
+                stop.token.cancel();
                 tracing::error!(%error, "a task of the relay ended unexpectedly");
                 failure.get_or_insert(RelayError::Task(Arc::new(error)));
             }

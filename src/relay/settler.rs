@@ -181,13 +181,17 @@ impl<P: Publisher> Settler<P> {
 
     /// Writes what is left, and gives back what nobody finished, within the grace period.
     async fn finish(mut self) {
-        let give_up = self.shared.grace_ends().max(Instant::now() + LAST_TRIES);
+        let (grace_ends, last_tries_end) = (self.shared.grace_ends(), Instant::now() + LAST_TRIES);
         let settling: HashSet<Fence> = self.batch.iter().map(Settlement::fence).collect();
         let unused = self.shared.held.fences().into_iter().filter(|fence| !settling.contains(fence));
         self.batch.extend(unused.map(Settlement::release));
         while !self.batch.is_empty() {
             self.write().await;
             if let Some(at) = self.write_at {
+                let now = &self.shared.stop.now;
+                now.run_until_cancelled(sleep_until(at)).await;
+                let give_up =
+                    if now.is_cancelled() { last_tries_end } else { grace_ends.max(last_tries_end) };
                 if at >= give_up {
                     let rows = self.batch.len();
                     tracing::warn!(
@@ -196,7 +200,6 @@ impl<P: Publisher> Settler<P> {
                     );
                     return;
                 }
-                sleep_until(at).await;
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Returns or buries claims whose lease is over, whoever held them.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use tokio::time::sleep;
 
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     publisher::Publisher,
-    store::{Fence, Position, Settlement, StoreError},
+    store::{Fence, Position, Settlement, Stale, StoreError},
 };
 
 /// How many entries of the due index one step reads: some 30 ms for the database.
@@ -26,7 +26,7 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, after: Duration) {
     let intervals = shared.settings.sweep_every * 3;
     let mut pause = after + shared.settings.sweep_every.mul_f64(fastrand::f64());
     shared.vitals.swept(true, after + intervals);
-    while shared.stop.run_until_cancelled(sleep(pause)).await.is_some() {
+    while shared.stop.token.run_until_cancelled(sleep(pause)).await.is_some() {
         pause = jittered(shared.settings.sweep_every);
         match sweep(&shared, &mut position).await {
             Ok(swept) => {
@@ -51,6 +51,37 @@ pub(super) async fn run<P: Publisher>(shared: Arc<Shared<P>>, after: Duration) {
                 shared.vitals.swept(false, pause + intervals);
             }
         }
+    }
+}
+
+/// In place of [`run`], where this relay is told not to sweep: whether anybody else does.
+pub(super) async fn watch<P: Publisher>(shared: Arc<Shared<P>>) {
+    tracing::warn!(
+        relay = shared.settings.name,
+        "this relay does not sweep: the claims of workers that died come back only if another relay of the table sweeps"
+    );
+    let mut stale = HashSet::new();
+    // Whoever sweeps at this pace has passed twice in between.
+    while shared
+        .stop
+        .token
+        .run_until_cancelled(sleep(jittered(shared.settings.sweep_every) * 3))
+        .await
+        .is_some()
+    {
+        // The other tasks say when the database is away, and owners then could not renew their leases.
+        let found: HashSet<Fence> = match shared.store.stale(None, STEP).await {
+            Ok(found) => found.stale.iter().map(Stale::fence).collect(),
+            Err(_) => HashSet::new(),
+        };
+        if found.intersection(&stale).next().is_some() {
+            tracing::warn!(
+                rows = found.len(),
+                "stale claims stay: no relay of the table sweeps, set `sweep(true)` on one at least"
+            );
+            return;
+        }
+        stale = found;
     }
 }
 

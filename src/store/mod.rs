@@ -57,6 +57,7 @@ pub use position::Position;
 pub use settle::Settlement;
 pub use stale::{Stale, Sweepable};
 
+pub(crate) use claim::longest_run;
 pub(crate) use claimed::as_stored;
 pub(crate) use dialect::Dialect;
 pub(crate) use enqueue::{EnqueuedRow, insert, stored};

@@ -1,6 +1,6 @@
 //! PostgreSQL's `LISTEN`, turned into wakes.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
 use sea_orm::{
     ConnectionTrait, DatabaseConnection, DbBackend, Statement,
@@ -17,6 +17,9 @@ use crate::lifecycle::RetryPolicy;
 
 /// How long notifications are gathered before a relay is woken: many small commits make one claim.
 const GATHER: Duration = Duration::from_millis(2);
+
+/// How long it may take until a connection listens.
+const LONGEST_CONNECT: Duration = Duration::from_secs(30);
 
 /// How often it is looked which connections of the server two clients are given.
 const SHARING_ROUNDS: usize = 5;
@@ -95,22 +98,24 @@ async fn listen(
     probing: Probing,
     failures: &mut u32,
 ) -> Ended {
-    let mut listener = match connect(db, channel).await {
-        Ok(Some(listener)) => listener,
-        Ok(None) => return Ended::Deaf,
-        Err(error) => return Ended::Broken(error),
+    let mut listener = match timeout(LONGEST_CONNECT, connect(db, channel)).await {
+        Ok(Ok(Some(listener))) => listener,
+        Ok(Ok(None)) => return Ended::Deaf,
+        Ok(Err(error)) => return Ended::Broken(error),
+        Err(_) => return Ended::Broken(silent()),
     };
     // What was committed while nobody listened.
     waker.wake();
     let probe = format!("probe:{}", Uuid::now_v7());
-    let mut answer_by = None;
+    let (mut answer_by, mut answered) = (None, false);
     let mut probe_at = Instant::now();
     loop {
         let notification = tokio::select! {
             notification = listener.try_recv() => notification,
             () = sleep_until(answer_by.unwrap_or(probe_at)) => {
                 if answer_by.is_some() {
-                    return Ended::Deaf;
+                    // What has passed notifications on does not stop to: the connection is cut.
+                    return if answered { Ended::Broken(silent()) } else { Ended::Deaf };
                 }
                 match send(db, channel, &probe, probing.limit).await {
                     Ok(()) => answer_by = Some(Instant::now() + probing.limit),
@@ -125,7 +130,11 @@ async fn listen(
                 if *failures > 0 {
                     tracing::info!(channel, "listening again");
                 }
+                if !answered {
+                    tracing::debug!(channel, "notifications arrive");
+                }
                 *failures = 0;
+                answered = true;
                 answer_by = None;
                 probe_at = Instant::now() + probing.every;
             }
@@ -136,6 +145,7 @@ async fn listen(
                 let mut buffered = listener.next_buffered();
                 while let Some(notification) = buffered {
                     if notification.payload() == probe {
+                        answered = true;
                         answer_by = None;
                         probe_at = Instant::now() + probing.every;
                     }
@@ -147,6 +157,10 @@ async fn listen(
             Err(error) => return Ended::Broken(error),
         }
     }
+}
+
+fn silent() -> Error {
+    Error::Io(io::Error::new(io::ErrorKind::TimedOut, "the server does not answer"))
 }
 
 /// A connection of its own, beside the pool of the application, with the same settings. `None` where it is not

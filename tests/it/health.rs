@@ -15,8 +15,10 @@ use sea_orm_outbox::{
 };
 
 use crate::support::{
-    TestDatabase, eventually, on_each_database,
-    rows::{count, enqueue, let_leases_end},
+    TestDatabase, eventually,
+    log::Log,
+    on_each_database,
+    rows::{LEASE, claim, count, enqueue, let_leases_end, store},
     stuck::Stuck,
 };
 
@@ -24,6 +26,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     [
         on_each_database("health::a_paused_relay_finishes_what_it_holds_and_claims_no_more", pauses),
         on_each_database("health::what_is_away_is_named_and_comes_back", names),
+        on_each_database("health::a_relay_that_does_not_sweep_says_when_nobody_does", nobody_sweeps),
         on_each_database("health::it_is_ready_again_a_lease_after_the_database_failed", ready_again),
     ]
     .into_iter()
@@ -46,6 +49,29 @@ async fn until_sent(database: &TestDatabase, expected: usize) {
         (count(&database.db, Status::Sent).await == expected).then_some(())
     })
     .await;
+}
+
+async fn nobody_sweeps(database: TestDatabase) {
+    enqueue(&database.db, "t", 1).await;
+    assert_eq!(claim(&store(&database.db), 1, LEASE).await.claims.len(), 1);
+    let_leases_end(&database.db).await;
+    let log = Log::default();
+    let kept = log.clone();
+    log.keep(async move || {
+        let relay = quick(&database, Stuck::on("stuck")).sweep(false).build().unwrap().spawn();
+        eventually("the warning", || async { (kept.count("WARN", "stale claims stay") == 1).then_some(()) })
+            .await;
+        assert_eq!(count(&database.db, Status::Processing).await, 1);
+        assert!(relay.health().is_ready());
+        let sweeping = quick(&database, Stuck::on("stuck")).build().unwrap().spawn();
+        until_sent(&database, 1).await;
+        for relay in [relay, sweeping] {
+            relay.shutdown().await.unwrap();
+        }
+    })
+    .await;
+    assert_eq!(log.count("WARN", "does not sweep"), 1, "{}", log.text());
+    assert_eq!(log.count("WARN", "stale claims stay"), 1, "{}", log.text());
 }
 
 async fn pauses(database: TestDatabase) {

@@ -7,6 +7,7 @@
 mod claim;
 mod cluster;
 mod crash;
+mod embedded;
 mod enqueue;
 mod health;
 mod lifecycle;
@@ -40,6 +41,7 @@ fn main() {
         lifecycle::tests(),
         relay::tests(),
         health::tests(),
+        embedded::tests(),
         memory::tests(),
         nats::tests(),
         ordering::tests(),

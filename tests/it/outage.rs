@@ -8,14 +8,17 @@ use std::{
 use libtest_mimic::Trial;
 use sea_orm::{ConnectOptions, ConnectionTrait, Database, DatabaseConnection};
 use sea_orm_outbox::{
-    DestinationCheck, Relay, RelayBuilder,
+    DestinationCheck, Relay, RelayBuilder, RelayHandle, Waker,
     entity::Status,
+    migration::{MigratorTrait, NotifyingMigrator},
     publisher::RecordingPublisher,
     store::{ClaimStrategy, Store, StoreError},
 };
 
 use crate::support::{
-    Kind, TestDatabase, eventually, on_database,
+    Kind, TestDatabase, eventually,
+    log::Log,
+    on_database,
     proxy::Proxy,
     rows::{LEASE, count, enqueue, request, rows},
     servers,
@@ -30,7 +33,13 @@ pub(crate) fn tests() -> Vec<Trial> {
             "outage::a_statement_given_up_leaves_no_transaction_in_the_pool",
             given_up,
         ),
+        on_database(Kind::Postgres, "outage::a_listener_that_is_cut_off_listens_again", cut_listener),
         on_database(Kind::Postgres, "outage::a_claim_whose_answer_is_lost_is_given_back", lost_answer),
+        on_database(
+            Kind::Postgres,
+            "outage::a_claim_whose_answer_is_lost_is_given_back_by_a_relay_that_stops",
+            lost_answer_and_stop,
+        ),
         on_database(Kind::Postgres, "outage::a_claim_that_cannot_be_renewed_is_not_published", not_renewed),
         on_database(Kind::Postgres, "outage::a_database_that_comes_back_costs_no_attempt", comes_back),
         on_database(Kind::Postgres, "outage::a_relay_stops_although_the_database_is_gone", stops_without),
@@ -87,11 +96,42 @@ async fn proxied(database: &TestDatabase, connections: u32) -> (Proxy, DatabaseC
     (proxy, db)
 }
 
-async fn lost_answer(database: TestDatabase) {
+async fn cut_listener(database: TestDatabase) {
+    NotifyingMigrator::up(&database.db, None).await.unwrap();
+    let log = Log::default();
+    let kept = log.clone();
+    log.keep(async move || {
+        let (proxy, db) = proxied(&database, 5).await;
+        let waker = Waker::listening_impatiently(&db, "outbox_message", Duration::from_millis(300)).unwrap();
+        let relay = quick(&db, Arc::new(RecordingPublisher::new())).waker(waker);
+        let relay = relay.poll_every(Duration::from_secs(600)).build().unwrap().spawn();
+        for round in 1..=3 {
+            // Only a notification, or the look after listening again, finds it.
+            enqueue(&database.db, "t", 1).await;
+            eventually("the message to be sent", || async {
+                (count(&database.db, Status::Sent).await == round).then_some(())
+            })
+            .await;
+            eventually("it to hear itself", || async {
+                (kept.count("DEBUG", "notifications arrive") == round).then_some(())
+            })
+            .await;
+            proxy.cut_listeners();
+        }
+        relay.shutdown().await.unwrap();
+    })
+    .await;
+    assert_eq!(log.count("WARN", "no notification arrives"), 0, "{}", log.text());
+}
+
+/// A relay whose claim of ten messages is made, and whose answer does not arrive.
+async fn lose_answer(
+    database: &TestDatabase,
+    publisher: Arc<RecordingPublisher>,
+) -> (Proxy, DatabaseConnection, RelayHandle) {
     enqueue(&database.db, "t", 10).await;
-    let (proxy, db) = proxied(&database, 5).await;
-    let publisher = Arc::new(RecordingPublisher::new());
-    let relay = quick(&db, publisher.clone()).sweep_every(Duration::from_secs(60));
+    let (proxy, db) = proxied(database, 5).await;
+    let relay = quick(&db, publisher).sweep_every(Duration::from_secs(60)).grace(Duration::from_secs(10));
     let relay = relay.destination_check(DestinationCheck::Skip).build().unwrap().spawn();
     // The looks at the table come first, and are let through.
     relay.pause();
@@ -102,8 +142,13 @@ async fn lost_answer(database: TestDatabase) {
         (proxy.is_frozen() && count(&database.db, Status::Processing).await == 10).then_some(())
     })
     .await;
-    // Longer than the relay waits for the answer.
-    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    eventually("the relay to give up waiting", || async { (!relay.health().database).then_some(()) }).await;
+    (proxy, db, relay)
+}
+
+async fn lost_answer(database: TestDatabase) {
+    let publisher = Arc::new(RecordingPublisher::new());
+    let (proxy, _db, relay) = lose_answer(&database, publisher.clone()).await;
     assert_eq!(publisher.messages().len(), 0, "nothing is published without a claim");
     proxy.thaw();
     eventually("the messages to be sent", || async {
@@ -113,6 +158,15 @@ async fn lost_answer(database: TestDatabase) {
     let report = relay.shutdown().await.unwrap();
     assert_eq!((report.released, report.returned), (10, 0), "{report}");
     assert!(rows(&database.db).await.iter().all(|row| row.attempts == 1), "no attempt was spent");
+}
+
+async fn lost_answer_and_stop(database: TestDatabase) {
+    let (proxy, _db, relay) = lose_answer(&database, Arc::default()).await;
+    // It is told to stop before it can know that the database answers again.
+    let (report, ()) = tokio::join!(relay.shutdown(), async { proxy.thaw() });
+    let report = report.unwrap();
+    assert_eq!((report.released, report.sent), (10, 0), "{report}");
+    assert!(rows(&database.db).await.iter().all(|row| row.status == Status::Pending && row.attempts == 0));
 }
 
 /// Somebody else may have swept it by the time that the broker answers.

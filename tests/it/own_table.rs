@@ -131,7 +131,7 @@ async fn enqueues_and_claims<E: Own>(database: TestDatabase) {
         assert!(claimed.unreadable.is_empty(), "{:?}", claimed.unreadable);
         assert_eq!(claimed.claims.len(), 1, "{strategy:?}");
         assert_same::<E>(claimed.claims[0].message(), &given);
-        assert_eq!(bench.store.claims_of("test:1").await.unwrap(), [claimed.claims[0].fence()]);
+        assert_eq!(bench.store.claims_of("test:1", None).await.unwrap(), [claimed.claims[0].fence()]);
         assert_eq!(bench.count(Status::Processing).await, 1);
         let back = claimed.claims.into_iter().map(|c| c.settle(Outcome::Unused, &Default::default(), 0.0));
         assert!(bench.store.settle(&back.collect::<Vec<_>>()).await.unwrap().is_empty());

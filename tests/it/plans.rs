@@ -29,6 +29,7 @@ pub(crate) fn tests() -> Vec<Trial> {
     for kind in Kind::CONTRACT {
         if kind != Kind::Sqlite {
             tests.push(on_database(kind, "plans::statistics_of_a_drained_queue_mislead_nobody", drained));
+            tests.push(on_database(kind, "plans::statistics_of_few_keys_mislead_nobody", few_keys));
             tests.push(on_database(kind, "plans::a_plan_made_on_an_empty_table_is_not_kept", empty));
             tests.push(on_database(kind, "plans::an_idle_transaction_elsewhere_slows_nothing_down", idle));
             if is_long() {
@@ -71,7 +72,8 @@ async fn finished_and_delayed(database: TestDatabase) {
         let claims = affordable(&meter, &name, claim(&unordered, strategy, "test:1", None)).await;
         assert_eq!(claims.len(), 50, "{name}");
         let fences: Vec<Fence> = claims.iter().map(Claim::fence).collect();
-        let found = affordable(&meter, "read claims back", unordered.claims_of("test:1")).await.unwrap();
+        let found =
+            affordable(&meter, "read claims back", unordered.claims_of("test:1", None)).await.unwrap();
         assert_eq!(found.len(), 50);
         let lost = affordable(&meter, "renew", unordered.renew(&fences, LEASE)).await.unwrap();
         assert!(lost.is_empty());
@@ -209,6 +211,38 @@ async fn drained(database: TestDatabase) {
             by_chance(strategy) || misled * 4 <= fresh * 5,
             "{strategy:?}: {misled} with old statistics, {fresh} with new ones"
         );
+    }
+}
+
+/// Statistics that promise a message of the key soon, wherever the search begins.
+async fn few_keys(database: TestDatabase) {
+    const SENT: u32 = 20_000;
+    let db = &database.db;
+    freeze_statistics(&database).await;
+    let key = match database.kind.backend() {
+        DbBackend::MySql => "CONCAT('key-', n % 5)",
+        _ => "'key-' || n % 5",
+    };
+    fill(db, SENT, &[("ordering_key", key)]).await;
+    analyze(&database).await;
+    let now = now(database.kind);
+    let sent = format!(
+        "UPDATE outbox_message SET status = 'SENT', version = 2, available_at = NULL, sent_at = {now}"
+    );
+    db.execute_unprepared(&sent).await.unwrap();
+    if database.kind.backend() == DbBackend::Postgres {
+        // Old versions have a cost of their own.
+        db.execute_unprepared("VACUUM outbox_message").await.unwrap();
+    }
+    for behind_failed in [BehindFailed::Hold, BehindFailed::Skip] {
+        fill(db, BATCH / 4, &[("ordering_key", key)]).await;
+        let meter = Meter::new(&database).await;
+        let ordered = store(&meter.db).with_ordering(Ordering::PerKey { behind_failed }).unwrap();
+        let name = format!("{behind_failed:?}");
+        let claims =
+            affordable(&meter, &name, claim(&ordered, ClaimStrategy::SkipLocked, "test:1", None)).await;
+        assert_eq!(claims.len(), BATCH as usize / 4, "{name}");
+        affordable(&meter, "settle", settle(&ordered, claims)).await;
     }
 }
 

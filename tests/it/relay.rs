@@ -55,6 +55,7 @@ pub(crate) fn tests() -> Vec<Trial> {
         on_each_database("relay::a_claim_lost_in_mid_publish_is_counted_as_lost", loses),
         on_each_database("relay::stopping_finishes_what_is_in_flight_and_releases_the_rest", stops),
         on_each_database("relay::stopping_gives_back_what_outlasts_the_grace_period", outlasts_grace),
+        on_each_database("relay::asked_again_it_stops_without_a_grace_period", stops_now),
         on_each_database("relay::a_handle_can_be_stopped_twice_and_dropped", handle_twice),
         on_each_database("relay::a_missing_table_is_an_error_that_says_what_to_do", missing_table),
         on_each_database("relay::a_suspect_is_published_with_nothing_else_in_flight", suspects_alone),
@@ -600,6 +601,20 @@ async fn outlasts_grace(database: TestDatabase) {
     publisher.until_waiting(5).await;
     let stopped = within(Duration::from_secs(5), "the relay to stop", relay.shutdown()).await;
     assert_eq!(stopped.unwrap().released, 5);
+    assert!(rows(&database.db).await.iter().all(|r| (r.status, r.attempts) == (Status::Pending, 0)));
+}
+
+async fn stops_now(database: TestDatabase) {
+    enqueue(&database.db, "stuck", 5).await;
+    let publisher = Stuck::on("stuck");
+    let long = Duration::from_secs(100);
+    let relay = quick(&database, publisher.clone()).grace(long).publish_timeout(long).lease(3 * long);
+    let relay = relay.build().unwrap().spawn();
+    publisher.until_waiting(5).await;
+    let stop = async { tokio::join!(relay.shutdown(), relay.shutdown_now()) };
+    let (first, second) = within(Duration::from_secs(10), "the relay to stop", stop).await;
+    assert_eq!(first.unwrap().released, 5);
+    assert_eq!(second.unwrap().released, 5);
     assert!(rows(&database.db).await.iter().all(|r| (r.status, r.attempts) == (Status::Pending, 0)));
 }
 

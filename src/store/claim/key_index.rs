@@ -43,6 +43,7 @@ impl Store {
         let sql = "\
             SELECT index_name FROM information_schema.statistics
             WHERE table_schema = COALESCE($1, DATABASE()) AND table_name = $2
+                /*!80001 AND is_visible = 'YES' */ /*M!100600 AND ignored = 'NO' */
             GROUP BY index_name
             HAVING SUBSTRING_INDEX(GROUP_CONCAT(column_name ORDER BY seq_in_index), ',', 2) = CONCAT($3, ',', $4)
             LIMIT 1";

@@ -11,6 +11,7 @@ use sea_orm::{ConnectionTrait, DbErr, QueryResult, Value};
 use tokio::time::Instant;
 
 pub(super) use key_index::KeyIndex;
+pub(crate) use per_key::longest_run;
 
 use super::{
     Claimed, Fence, Position, Store, StoreError, Transaction, claimed,
@@ -242,21 +243,26 @@ impl Store {
 
     /// The rows that a claim won whose answer never came, found by its `claimed_by`, which must be unique to it.
     ///
-    /// It looks at the first 20,000 entries of the due index, where claimed rows stand; what lies further behind
-    /// is left to the sweep.
+    /// It looks at 20,000 entries of the due index from `after` on, where the claim began; what lies further behind is
+    /// left to the sweep.
     ///
     /// # Errors
     /// When the database does not carry it out.
-    pub async fn claims_of(&self, claimed_by: &str) -> Result<Vec<Fence>, StoreError> {
+    pub async fn claims_of(
+        &self,
+        claimed_by: &str,
+        after: Option<&Position>,
+    ) -> Result<Vec<Fence>, StoreError> {
         let Table {
             dialect, name, id, status, version, available_at, claimed_by: claimant, processing, ..
         } = &*self.table;
+        let (after, position) = Position::after(after, &self.table, 2);
         let sql = format!(
             "\
             SELECT {key}, o.{version}
             FROM (
                 SELECT {id}, {version}, {status}, {claimant} FROM {name}
-                WHERE {available_at} <= {now}
+                WHERE {available_at} <= {now}{after}
                 ORDER BY {available_at}, {id}
                 LIMIT 20000
             ) AS o
@@ -264,7 +270,8 @@ impl Store {
             key = output_id(&self.table),
             now = dialect.now(),
         );
-        let rows = self.run("read claims back", sql, vec![claimed_by.into()]).await?;
+        let values = std::iter::once(claimed_by.into()).chain(position).collect();
+        let rows = self.run("read claims back", sql, values).await?;
         self.fences(&rows)
     }
 

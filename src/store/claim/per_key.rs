@@ -34,6 +34,11 @@ const PART_OF_BATCH: u64 = 4;
 /// And no more than so many, however large the batch: they are published one after the other.
 const LONGEST_RUN: u64 = 250;
 
+/// The most messages of one key in a claim of so many rows.
+pub(crate) fn longest_run(limit: u64) -> u64 {
+    (limit / PART_OF_BATCH).clamp(1, LONGEST_RUN)
+}
+
 /// A message that may be claimed together with those of its run that have a lower place.
 struct Candidate {
     fence: Fence,
@@ -78,7 +83,7 @@ impl Store {
         let work = async {
             let txn = self.begin().await?;
             let window = read_window(&txn, &self.table, request).await?;
-            let mut runs = runs(&window.entries, (request.limit / PART_OF_BATCH).clamp(1, LONGEST_RUN));
+            let mut runs = runs(&window.entries, longest_run(request.limit));
             let keyed = Keyed::of(&self.table, behind_failed, &hint);
             cut(&txn, &self.table, keyed.as_ref(), &window.entries, &mut runs, request.limit).await?;
             let candidates = candidates(&window.entries, &runs);

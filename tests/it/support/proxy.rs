@@ -2,7 +2,7 @@
 
 use std::sync::{
     Arc,
-    atomic::{AtomicUsize, Ordering},
+    atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
 use tokio::{
@@ -18,6 +18,8 @@ pub(crate) struct Proxy {
     frozen: Arc<watch::Sender<bool>>,
     /// How many times the client may still say `COMMIT` before the network freezes.
     commits: Arc<AtomicUsize>,
+    /// How often those that listen have been cut.
+    cuts: Arc<watch::Sender<usize>>,
     _tasks: JoinSet<()>,
 }
 
@@ -28,7 +30,8 @@ impl Proxy {
         let port = listener.local_addr().expect("it has an address").port();
         let frozen = Arc::new(watch::Sender::new(false));
         let commits = Arc::new(AtomicUsize::new(usize::MAX));
-        let (freezing, counting) = (frozen.clone(), commits.clone());
+        let cuts = Arc::new(watch::Sender::new(0));
+        let (freezing, counting, cutting) = (frozen.clone(), commits.clone(), cuts.clone());
         let server = server.to_owned();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
@@ -38,8 +41,14 @@ impl Proxy {
                 let (from_client, to_client) = client.into_split();
                 let (from_server, to_server) = upstream.into_split();
                 let (freezing, counting) = (freezing.clone(), counting.clone());
-                let mut is_frozen = freezing.subscribe();
+                let (mut is_frozen, mut cut) = (freezing.subscribe(), cutting.subscribe());
+                cut.mark_unchanged();
+                let listens = Arc::new(AtomicBool::new(false));
+                let listening = listens.clone();
                 pumps.spawn(pump(from_client, to_server, async move |said: &[u8]| {
+                    if said.windows(7).any(|said| said == b"LISTEN ") {
+                        listening.store(true, Ordering::SeqCst);
+                    }
                     let commit = said.windows(7).any(|said| said == b"COMMIT\0");
                     if commit && counting.fetch_sub(1, Ordering::SeqCst) == 1 {
                         freezing.send_replace(true);
@@ -48,10 +57,13 @@ impl Proxy {
                 pumps.spawn(pump(from_server, to_client, async move |_: &[u8]| {
                     // It ends with the proxy.
                     let _ = is_frozen.wait_for(|frozen| !frozen).await;
+                    if listens.load(Ordering::SeqCst) && cut.has_changed().unwrap_or(true) {
+                        std::future::pending::<()>().await;
+                    }
                 }));
             }
         });
-        Self { port, frozen, commits, _tasks: tasks }
+        Self { port, frozen, commits, cuts, _tasks: tasks }
     }
 
     /// Freezes when the client says `COMMIT` for the `nth` time from now: the server hears it, and its answer
@@ -66,6 +78,11 @@ impl Proxy {
 
     pub(crate) fn freeze(&self) {
         self.frozen.send_replace(true);
+    }
+
+    /// Those that `LISTEN` now hear nothing more, and are not told.
+    pub(crate) fn cut_listeners(&self) {
+        self.cuts.send_modify(|cuts| *cuts += 1);
     }
 
     pub(crate) fn thaw(&self) {
