@@ -68,7 +68,8 @@ use suspects::Suspects;
 /// Moves messages to a broker until it is told to stop.
 ///
 /// Any number of relays may run side by side, in one process or in many: who publishes a row is decided by its
-/// version. A relay uses at most four connections of the pool at a time (claim, load, settle, sweep).
+/// version. A relay uses at most four connections of the pool at a time (claim, load, settle, sweep), and at its start a
+/// fifth, to see which topics are in use.
 ///
 /// ```no_run
 /// # use sea_orm::Database;
