@@ -10,7 +10,7 @@ use sea_orm::{RuntimeErr, SqlxError};
 pub enum StoreError {
     /// The outbox has no statements for this database, or the server is too old for them.
     #[error(
-        "the outbox does not support {0}: use PostgreSQL 12, MySQL 8, MariaDB 10.6, SQLite 3.38 or newer"
+        "the outbox does not support {0}: use PostgreSQL 13, MySQL 8, MariaDB 10.6, SQLite 3.38 or newer"
     )]
     Unsupported(String),
     /// A column of an application's own entity cannot play its role.

@@ -15,8 +15,8 @@ use uuid::Uuid;
 use super::WeakWaker;
 use crate::lifecycle::RetryPolicy;
 
-/// How long notifications are gathered before a relay is woken: many small commits make one claim.
-const GATHER: Duration = Duration::from_millis(2);
+/// How long after a wake notifications are gathered before the next one: many small commits make one claim.
+const GATHER: Duration = Duration::from_millis(3);
 
 /// How long it may take until a connection listens.
 const LONGEST_CONNECT: Duration = Duration::from_secs(30);
@@ -106,6 +106,7 @@ async fn listen(
     };
     // What was committed while nobody listened.
     waker.wake();
+    let mut woke = Instant::now();
     let probe = format!("probe:{}", Uuid::now_v7());
     let (mut answer_by, mut answered) = (None, false);
     let mut probe_at = Instant::now();
@@ -141,7 +142,8 @@ async fn listen(
             // That of another listener.
             Ok(Some(notification)) if notification.payload().starts_with("probe:") => {}
             Ok(Some(_)) => {
-                sleep(GATHER).await;
+                // The first one after a quiet time is passed on at once, more that come soon after it together.
+                sleep_until(woke + GATHER).await;
                 let mut buffered = listener.next_buffered();
                 while let Some(notification) = buffered {
                     if notification.payload() == probe {
@@ -152,6 +154,7 @@ async fn listen(
                     buffered = listener.next_buffered();
                 }
                 waker.wake();
+                woke = Instant::now();
             }
             Ok(None) => return Ended::Broken(Error::WorkerCrashed),
             Err(error) => return Ended::Broken(error),

@@ -11,25 +11,28 @@ use sea_orm_outbox::{
 };
 
 use crate::support::{
-    Kind, TestDatabase, on_database, on_each_database,
+    Kind, TestDatabase, on_database, on_each_contract_database,
     rows::{LEASE, claim, request, row, rows, store},
 };
 
 pub(crate) fn tests() -> Vec<Trial> {
     let mut tests: Vec<Trial> = [
-        on_each_database("enqueue::a_message_lives_and_dies_with_its_transaction", transactions),
-        on_each_database("enqueue::a_nested_transaction_takes_only_its_own_messages_away", nested),
-        on_each_database("enqueue::everything_that_is_given_is_stored_and_claimed", round_trip),
-        on_each_database("enqueue::a_delay_counts_from_now_by_the_database", delay),
-        on_each_database("enqueue::the_same_id_with_the_same_content_is_one_message", same_content),
-        on_each_database("enqueue::the_same_id_with_another_content_is_an_error", other_content),
-        on_each_database("enqueue::ids_that_were_given_may_repeat_within_a_call", repeats_in_one_call),
-        on_each_database("enqueue::another_error_than_a_known_id_is_not_swallowed", other_errors),
-        on_each_database("enqueue::a_missing_table_is_an_error_that_says_what_to_do", missing_table),
-        on_each_database("enqueue::a_refused_message_writes_nothing", refused),
-        on_each_database("enqueue::many_messages_keep_their_order", many),
-        on_each_database("enqueue::the_id_of_a_deleted_row_is_not_given_out_again", ids_rise),
-        on_each_database("enqueue::large_payloads_are_stored_as_they_are", large),
+        on_each_contract_database("enqueue::a_message_lives_and_dies_with_its_transaction", transactions),
+        on_each_contract_database("enqueue::a_nested_transaction_takes_only_its_own_messages_away", nested),
+        on_each_contract_database("enqueue::everything_that_is_given_is_stored_and_claimed", round_trip),
+        on_each_contract_database("enqueue::a_delay_counts_from_now_by_the_database", delay),
+        on_each_contract_database("enqueue::the_same_id_with_the_same_content_is_one_message", same_content),
+        on_each_contract_database("enqueue::the_same_id_with_another_content_is_an_error", other_content),
+        on_each_contract_database(
+            "enqueue::ids_that_were_given_may_repeat_within_a_call",
+            repeats_in_one_call,
+        ),
+        on_each_contract_database("enqueue::another_error_than_a_known_id_is_not_swallowed", other_errors),
+        on_each_contract_database("enqueue::a_missing_table_is_an_error_that_says_what_to_do", missing_table),
+        on_each_contract_database("enqueue::a_refused_message_writes_nothing", refused),
+        on_each_contract_database("enqueue::many_messages_keep_their_order", many),
+        on_each_contract_database("enqueue::the_id_of_a_deleted_row_is_not_given_out_again", ids_rise),
+        on_each_contract_database("enqueue::large_payloads_are_stored_as_they_are", large),
     ]
     .into_iter()
     .flatten()

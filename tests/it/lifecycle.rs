@@ -14,7 +14,7 @@ use sea_orm_outbox::{
 };
 
 use crate::support::{
-    TestDatabase, on_each_database,
+    TestDatabase, on_each_contract_database,
     own::{Bench, Own, shown},
     rows::{
         LEASE, claim, claim_one, enqueue, let_delays_end, let_leases_end, request, row, rows, store, sweep,
@@ -23,26 +23,38 @@ use crate::support::{
 
 pub(crate) fn tests() -> Vec<Trial> {
     [
-        on_each_database("lifecycle::a_claim_counts_the_attempt_and_takes_a_lease", claims),
-        on_each_database("lifecycle::every_settlement_writes_its_arrow", settles),
-        on_each_database("lifecycle::a_release_gives_back_one_attempt_and_no_more", releases),
-        on_each_database("lifecycle::a_suspect_that_is_released_stays_a_suspect", suspect_released),
-        on_each_database("lifecycle::a_row_that_only_failed_is_no_suspect", no_suspect),
-        on_each_database("lifecycle::a_frozen_owner_changes_nothing_of_the_newer_claim", frozen_owner),
-        on_each_database("lifecycle::a_stale_twin_of_every_arrow_changes_nothing", stale_twins::<Entity>),
-        on_each_database("lifecycle::a_sweep_returns_and_in_the_end_buries", sweeps),
-        on_each_database(
+        on_each_contract_database("lifecycle::a_claim_counts_the_attempt_and_takes_a_lease", claims),
+        on_each_contract_database("lifecycle::every_settlement_writes_its_arrow", settles),
+        on_each_contract_database("lifecycle::a_release_gives_back_one_attempt_and_no_more", releases),
+        on_each_contract_database("lifecycle::a_suspect_that_is_released_stays_a_suspect", suspect_released),
+        on_each_contract_database("lifecycle::a_row_that_only_failed_is_no_suspect", no_suspect),
+        on_each_contract_database(
+            "lifecycle::a_frozen_owner_changes_nothing_of_the_newer_claim",
+            frozen_owner,
+        ),
+        on_each_contract_database(
+            "lifecycle::a_stale_twin_of_every_arrow_changes_nothing",
+            stale_twins::<Entity>,
+        ),
+        on_each_contract_database("lifecycle::a_sweep_returns_and_in_the_end_buries", sweeps),
+        on_each_contract_database(
             "lifecycle::a_claim_renewed_after_a_sweep_has_read_it_is_not_taken",
             renewed_meanwhile,
         ),
-        on_each_database(
+        on_each_contract_database(
             "lifecycle::a_claim_settled_after_a_sweep_has_read_it_is_not_taken",
             settled_meanwhile,
         ),
-        on_each_database("lifecycle::a_sweep_walks_the_queue_in_steps", sweep_in_steps),
-        on_each_database("lifecycle::a_requeued_message_has_all_its_attempts_and_keeps_its_error", requeues),
-        on_each_database("lifecycle::only_a_finished_or_waiting_row_can_be_deleted", deletes),
-        on_each_database("lifecycle::a_message_whose_worker_dies_every_time_ends_failed", dies_every_time),
+        on_each_contract_database("lifecycle::a_sweep_walks_the_queue_in_steps", sweep_in_steps),
+        on_each_contract_database(
+            "lifecycle::a_requeued_message_has_all_its_attempts_and_keeps_its_error",
+            requeues,
+        ),
+        on_each_contract_database("lifecycle::only_a_finished_or_waiting_row_can_be_deleted", deletes),
+        on_each_contract_database(
+            "lifecycle::a_message_whose_worker_dies_every_time_ends_failed",
+            dies_every_time,
+        ),
     ]
     .into_iter()
     .flatten()

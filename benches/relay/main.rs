@@ -1,4 +1,5 @@
-//! One relay against the loop that most people write first, on PostgreSQL and NATS JetStream.
+//! One relay against the loop that most people write first, how soon it finds a message, and what that costs writers,
+//! on PostgreSQL and NATS JetStream.
 //!
 //! ```sh
 //! cargo bench --bench relay [-- --quick] [-- --json]
@@ -8,9 +9,11 @@
 //! candidates drain a backlog of 512-byte messages in the same run, in turn, five rounds. Only the ratio means
 //! anything: on a shared machine the absolute figures do not repeat.
 
-#[path = "../examples/shared/interrupt.rs"]
+#[path = "../../examples/shared/interrupt.rs"]
 mod interrupt;
+#[path = "../shared/mod.rs"]
 mod shared;
+mod wakeup;
 
 use std::{
     sync::{
@@ -94,16 +97,18 @@ async fn measure(arguments: &Arguments, postgres: &mut Server, nats: &Server) ->
         relay.push(fast);
         ratio.push(fast / slow);
     }
-    for (name, values, unit) in [
-        ("row_at_a_time_per_s", row_at_a_time, "messages/s"),
-        ("relay_per_s", relay, "messages/s"),
-        ("relay_ratio_to_row_at_a_time", ratio, "ratio"),
-    ] {
-        let value = rounded(median(values));
+    let mut figures = vec![
+        ("row_at_a_time_per_s", median(row_at_a_time), "messages/s"),
+        ("relay_per_s", median(relay), "messages/s"),
+        ("relay_ratio_to_row_at_a_time", median(ratio), "ratio"),
+    ];
+    figures.extend(wakeup::measure(arguments.quick, postgres, nats).await?);
+    for (name, value, unit) in figures {
+        let value = rounded(value);
         if arguments.json {
             print_json(&Figure { name, value, unit, database: "postgres", relays: 1, payload: PAYLOAD })?;
         } else {
-            println!("{name:30} {value:10.1} {unit}");
+            println!("{name:35} {value:10.2} {unit}");
         }
     }
     Ok(())
