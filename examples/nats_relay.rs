@@ -6,8 +6,7 @@
 //! ```
 //!
 //! It logs to standard error what happens, stops cleanly on Ctrl-C and SIGTERM (at once on a second one), prints what it
-//! did, and exits
-//! with 0; with 1 when it could not start, with 2 when its arguments cannot be read.
+//! did, and exits with 0; with 1 when it could not start, with 2 when its arguments cannot be read.
 
 #[path = "shared/interrupt.rs"]
 mod interrupt;

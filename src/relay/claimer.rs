@@ -54,6 +54,8 @@ pub(super) async fn run<P: Publisher>(
         };
         claimer.pause(pause, &next).await;
     }
+    // The dispatcher need not wait for that.
+    drop(to_dispatcher);
     claimer.give_back_at_last().await;
 }
 
